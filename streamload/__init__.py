@@ -1,0 +1,76 @@
+"""streamload: a memory-safe streaming weight loader for PyTorch.
+
+The names below are imported when they are first used, so that ``import streamload`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamload.checkpoint import Checkpoint, TensorSpec
+    from streamload.embedder import Embedder
+    from streamload.errors import (
+        BorrowError,
+        BudgetError,
+        CheckpointError,
+        LoadError,
+        MappingError,
+        SourceError,
+        StreamloadError,
+    )
+    from streamload.loading import LoadPlan, LoadReport, Progress, load, partial_load, plan, skeleton
+    from streamload.memory import Limits, Meter
+
+_ROOMS = {
+    "checkpoint": ("Checkpoint", "TensorSpec"),
+    "embedder": ("Embedder",),
+    "errors": (
+        "BorrowError",
+        "BudgetError",
+        "CheckpointError",
+        "LoadError",
+        "MappingError",
+        "SourceError",
+        "StreamloadError",
+    ),
+    "loading": ("LoadPlan", "LoadReport", "Progress", "load", "partial_load", "plan", "skeleton"),
+    "memory": ("Limits", "Meter"),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = [
+    "BorrowError",
+    "BudgetError",
+    "Checkpoint",
+    "CheckpointError",
+    "Embedder",
+    "Limits",
+    "LoadError",
+    "LoadPlan",
+    "LoadReport",
+    "MappingError",
+    "Meter",
+    "Progress",
+    "SourceError",
+    "StreamloadError",
+    "TensorSpec",
+    "load",
+    "partial_load",
+    "plan",
+    "skeleton",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'streamload' has no attribute {name!r}")
+    value = getattr(import_module(f"streamload.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,149 @@
+"""Which files of a folder make up the checkpoint. A pure function of the names; nothing is opened here.
+
+The order of preference: a safetensors index; ``model.safetensors``; one complete numbered family of safetensors; other
+safetensors files together; the same for torch's ``.bin``, ``.pt`` and ``.pth``; ``consolidated*`` only when nothing else
+is there. Adapters, optimizer and training state never count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from streamload.errors import CheckpointError
+
+SAFETENSORS = (".safetensors",)
+TORCH = (".bin", ".pt", ".pth")
+INDEX = ".index.json"
+
+_NEVER = {
+    "adapter_*": "an adapter, not the model",
+    "optimizer*": "optimizer state",
+    "scheduler*": "training state",
+    "training_args*": "training state",
+    "rng_state*": "training state",
+    "scaler*": "training state",
+    "trainer_state*": "training state",
+}
+_FAMILY = re.compile(r"(?P<stem>.*?)[-_.]?(?P<number>\d{4,6})-of-(?P<total>\d{4,6})(?P<ending>\.\w+)")
+_VARIANT = re.compile(r"\.(fp16|bf16|fp32|float16|bfloat16|int8|int4|fp8|non_ema|ema)(?=[-.])")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The files of a checkpoint, or the index that lists them, relative to the folder."""
+
+    files: tuple[str, ...] = ()
+    index: str | None = None
+    ignored: dict[str, str] = field(default_factory=dict)
+    """File that looks like weights -> why it was passed over."""
+
+
+def choose(names: Iterable[str], where: str) -> Choice:
+    """Choose among the file ``names`` of the folder ``where`` (relative, ``/`` between folders).
+
+    Raises CheckpointError when there are no weights, when the only family is incomplete, or when two are complete.
+    """
+    folder = _Folder(sorted(names, key=natural), where)
+    for endings in (SAFETENSORS, TORCH):
+        if found := folder.look_for(endings):
+            return found
+    raise CheckpointError(folder.nothing(), path=where)
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which ``shard-2`` comes before ``shard-10``."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+class _Folder:
+    def __init__(self, names: list[str], where: str) -> None:
+        self._where = where
+        self._ignored: dict[str, str] = {}
+        self._names = [name for name in names if name.endswith((*SAFETENSORS, *TORCH, INDEX)) and not self._never(name)]
+
+    def _never(self, name: str) -> bool:
+        why = "in a sub-folder" if "/" in name else None
+        why = why or next((why for pattern, why in _NEVER.items() if fnmatchcase(name, pattern)), None)
+        if why:
+            self._ignored[name] = why
+        return why is not None
+
+    def look_for(self, endings: tuple[str, ...]) -> Choice | None:
+        """The checkpoint among files of one format; ``consolidated*`` (the original release's layout) comes last."""
+        names = [name for name in self._names if name.endswith(endings) or _is_index(name, endings)]
+        usual = [name for name in names if not name.startswith("consolidated")]
+        for group in (usual, [name for name in names if name not in usual]):
+            if found := self._index(group, endings) or self._files(group):
+                return found
+        return None
+
+    def _index(self, names: list[str], endings: tuple[str, ...]) -> Choice | None:
+        indexes = [name for name in names if _is_index(name, endings)]
+        indexes = [name for name in indexes if not _VARIANT.search(name)] or indexes
+        preferred = [name for name in indexes if name.startswith(("model.", "pytorch_model."))] or indexes
+        if len(preferred) > 1:
+            raise CheckpointError(
+                f"{self._where}: several indexes ({', '.join(preferred)}); name the one you want instead of the folder",
+                path=self._where,
+            )
+        return self._chosen((), preferred[0], f"the index {preferred[0]} decides") if preferred else None
+
+    def _files(self, names: list[str]) -> Choice | None:
+        single = [name for name in names if name in ("model.safetensors", "pytorch_model.bin")]
+        if single:
+            return self._chosen(single, None, f"{single[0]} is the whole checkpoint")
+        families = self._families(names)
+        if families:
+            family = self._complete(families)
+            return self._chosen(family, None, f"not part of {family[0]} and its family")
+        loose = [name for name in names if not _is_index(name, (*SAFETENSORS, *TORCH))]
+        plain = [name for name in loose if not _VARIANT.search(name)] or loose
+        return self._chosen(plain, None, "a variant of other files here") if plain else None
+
+    def _families(self, names: list[str]) -> dict[tuple[str, int, str], dict[int, str]]:
+        families: dict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
+        for name in names:
+            if match := _FAMILY.fullmatch(name):
+                families[match["stem"], int(match["total"]), match["ending"]][int(match["number"])] = name
+        return families
+
+    def _complete(self, families: dict[tuple[str, int, str], dict[int, str]]) -> list[str]:
+        complete = {key: members for key, members in families.items() if len(members) == key[1]}
+        plain = {key: members for key, members in complete.items() if not _VARIANT.search(key[0] + ".")} or complete
+        if len(plain) > 1:
+            stems = ", ".join(f"{members[min(members)]} ({len(members)} files)" for members in plain.values())
+            raise CheckpointError(
+                f"{self._where}: two complete sets of shards and no index to decide: {stems}; move one away or add an "
+                "index",
+                path=self._where,
+            )
+        if not plain:
+            (stem, total, ending), members = next(iter(families.items()))
+            first = min(min(members), 1)
+            missing = [number for number in range(first, first + total) if number not in members]
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            raise CheckpointError(
+                f"{self._where}: {len(members)} of {total} shards of {stem}*{ending} are here, missing: {shown}; is the "
+                "download incomplete?",
+                path=self._where,
+            )
+        return list(next(iter(plain.values())).values())
+
+    def _chosen(self, files: Iterable[str], index: str | None, why: str) -> Choice:
+        taken = {*files, index}
+        rest = {name: why for name in self._names if name not in taken}
+        return Choice(tuple(files), index, self._ignored | rest)
+
+    def nothing(self) -> str:
+        if not self._ignored:
+            return f"{self._where}: no weights here (looked for *.safetensors, *.bin, *.pt, *.pth)"
+        found = "; ".join(f"{name} is {why}" for name, why in list(self._ignored.items())[:5])
+        return f"{self._where}: no weights here that make up a model: {found}"
+
+
+def _is_index(name: str, endings: tuple[str, ...]) -> bool:
+    return name.endswith(tuple(ending + INDEX for ending in endings))

@@ -1,0 +1,10 @@
+"""From names and headers to a loaded module: placements, plan, execution, ledger, report."""
+
+from streamload.loading.entry import Progress, load, plan
+from streamload.loading.mark import partial_load
+from streamload.loading.placement import Placement
+from streamload.loading.planning import Forecast, LoadPlan
+from streamload.loading.report import LoadReport
+from streamload.loading.skeleton import skeleton
+
+__all__ = ["Forecast", "LoadPlan", "LoadReport", "Placement", "Progress", "load", "partial_load", "plan", "skeleton"]

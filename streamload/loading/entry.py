@@ -1,0 +1,362 @@
+"""``plan`` and ``load``: the two calls that everything else serves."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from streamload.checkpoint import Checkpoint
+from streamload.errors import BudgetError, LoadError, SourceError
+from streamload.loading.execute import Difference, Execution, make_room
+from streamload.loading.keys import Keys, summarise
+from streamload.loading.ledger import Ledger
+from streamload.loading.mark import mark, unmark
+from streamload.loading.planning import Forecast, LoadPlan, NameMap, make_plan
+from streamload.loading.report import LoadReport
+from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
+from streamload.memory import Limits, Meter, resolve_budget
+from streamload.memory.meter import resident_bytes, trim
+from streamload.sources.staging import FIXED_OVERHEAD, split_budget
+
+Table = Mapping[str, tuple[Any, Sequence[int]]]
+"""``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
+
+_BACKENDS = ("auto", "direct")
+
+
+class Progress(NamedTuple):
+    """How far a load has come; what a progress callback gets."""
+
+    bytes_done: int
+    bytes_total: int
+    tensors_done: int
+    tensors_total: int
+    tensor: str
+    """The tensor that was written to last."""
+    file: str
+
+
+def plan(
+    model: nn.Module | Table,
+    weights: str | os.PathLike[str] | Checkpoint,
+    *,
+    mapper: Any = None,
+    strict: bool = True,
+    ignore_unexpected: Iterable[str] = (),
+    ignore_missing: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    memory_limit: int | str = "auto",
+    backend: str = "auto",
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    recorder: None = None,
+    untie: bool = False,
+) -> LoadPlan:
+    """What ``load`` with the same arguments would do, from headers alone: no weight is read, ``model`` is not changed.
+
+    ``model`` may also be a table ``{name: (dtype, shape)}``. Names that do not fit are listed in the plan, not raised.
+    Raises CheckpointError, MappingError, and BudgetError when ``memory_limit`` is too small to work with.
+    """
+    return _prepare(
+        model, weights, mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, recorder
+    ).plan
+
+
+def load(
+    model: nn.Module,
+    weights: str | os.PathLike[str] | Checkpoint,
+    *,
+    mapper: Any = None,
+    strict: bool = True,
+    ignore_unexpected: Iterable[str] = (),
+    ignore_missing: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    memory_limit: int | str = "auto",
+    backend: str = "auto",
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    recorder: None = None,
+    untie: bool = False,
+) -> LoadReport:
+    """Read the weights of a checkpoint into ``model``, straight from the files into its parameters.
+
+    ``model``: any module, built as usual or inside ``skeleton()``. ``weights``: a folder, a file, the name of a model in the
+    Hugging Face cache, or an open Checkpoint. ``mapper``: a callable, or anything with ``map_name``, from a stored name to
+    the module's name, or to ``None``, which drops the tensor.
+
+    ``strict``: a missing, unexpected or mismatched name is an error, raised before a byte is read; otherwise it is
+    only reported, and what does not fit is left out. ``ignore_unexpected`` and ``ignore_missing``: exact names or globs
+    to let pass; each hit is in ``report.dropped``. ``device`` and ``dtype``: where the weights go and what plain floats
+    become; ``None`` leaves parameters where and what they are (meta goes to the CPU). ``memory_limit``: host bytes beyond
+    the parameters, as a number, ``"32MiB"``, ``"10%"`` or ``"auto"`` (the smaller of 64 MiB and a quarter of what the host
+    leaves). ``threads``: reading threads. ``progress``: called in this thread with a Progress as bytes arrive; an exception
+    in it cancels the load. ``untie``: give a tied parameter memory of its own where the checkpoint stores two different
+    values for it, which is an error otherwise.
+
+    Raises CheckpointError, MappingError, BudgetError; LoadError, with ``.report``, when names do not fit, tied copies
+    differ or reading fails. After a failure that left the module partly written it refuses to run until it is loaded
+    again. An exception of the progress callback and KeyboardInterrupt are passed on, with a note that says how
+    far the load had come. The frames of streamload that such an exception holds are cleared, so that it pins no memory.
+    """
+    try:
+        return _load(
+            _prepare(
+                model, weights, mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, recorder
+            ),
+            model,
+            strict=strict,
+            progress=progress,
+            keep_ties=not untie,
+        )
+    except BaseException as error:
+        del model, weights, mapper, progress
+        _clear_frames(error)
+        raise
+
+
+class _Prepared(NamedTuple):
+    plan: LoadPlan
+    targets: Targets
+    device: torch.device | None
+    started: float
+
+
+def _prepare(
+    model: nn.Module | Table,
+    weights: str | os.PathLike[str] | Checkpoint,
+    mapper: Any,
+    ignore_unexpected: Iterable[str],
+    ignore_missing: Iterable[str],
+    device: torch.device | str | None,
+    dtype: torch.dtype | str | None,
+    memory_limit: int | str,
+    backend: str,
+    threads: int | None,
+    recorder: None,
+) -> _Prepared:
+    started = time.perf_counter()
+    if backend not in _BACKENDS:
+        raise LoadError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+    if recorder is not None:
+        raise LoadError("recorder: the flight recorder is not part of this version yet")
+    code = dtype_code(dtype) if dtype is not None else None
+    where = torch.device(device) if device is not None else None
+    if isinstance(model, nn.Module):
+        targets = module_targets(model, code)
+    elif isinstance(model, Mapping):
+        targets = table_targets(model, code)
+    else:
+        raise LoadError(f"model: expected an nn.Module or a table of names, found {type(model).__name__}")
+    checkpoint = weights if isinstance(weights, Checkpoint) else _open(weights)
+    made = make_plan(
+        checkpoint,
+        targets,
+        name_map=_name_map(mapper),
+        ignore_unexpected=ignore_unexpected,
+        ignore_missing=ignore_missing,
+    )
+    _forecast(made, targets, memory_limit, threads)
+    return _Prepared(made, targets, where, started)
+
+
+def _open(weights: str | os.PathLike[str]) -> Checkpoint:
+    if not isinstance(weights, (str, os.PathLike)):
+        raise LoadError(f"weights: expected a path, a name or a Checkpoint, found {type(weights).__name__}")
+    return Checkpoint.open(weights)
+
+
+def _name_map(mapper: Any) -> NameMap | None:
+    if mapper is None:
+        return None
+    found = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
+    if not callable(found):
+        raise LoadError(f"mapper: expected a callable or an object with map_name, found {type(mapper).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _forecast(made: LoadPlan, targets: Targets, memory_limit: int | str, threads: int | None) -> None:
+    """Divide the budget into windows and say what the load will take."""
+    params = sum(targets.specs[placement.target].nbytes for placement in made.placements)
+    still_to_come = params if any(tensor.is_meta for tensor in targets.tensors.values()) else 0
+    budget = resolve_budget(memory_limit, max(0, Limits.read().available - still_to_come))
+    if memory_limit == "auto":
+        budget = max(budget, FIXED_OVERHEAD * 2)
+    if threads is not None and threads < 1:
+        raise LoadError(f"threads={threads}: expected at least one")
+    made.threads, made.window = split_budget(budget, threads or default_threads())
+    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
+
+
+def default_threads() -> int:
+    """Reading threads: one for each core that this process may use, at least two and at most eight."""
+    return min(8, max(2, len(os.sched_getaffinity(0))))
+
+
+def _load(
+    prepared: _Prepared,
+    model: nn.Module,
+    *,
+    strict: bool,
+    progress: Callable[[Progress], None] | None,
+    keep_ties: bool,
+) -> LoadReport:
+    made, targets, device, started = prepared
+    report = _report(made)
+    if strict:
+        _refuse_misfits(made, targets, model, report)
+    unmark(model)
+    teller = _Teller(made, progress) if progress is not None else None
+    execution = Execution(made, targets, teller)
+    before = _resident(targets)
+    with Meter() as meter:
+        try:
+            make_room(targets, dict.fromkeys(placement.target for placement in made.placements), device)
+            differences = execution.run()
+            _settle_ties(differences, execution, report, keep_ties)
+            _check_written(execution.ledger)
+        except BaseException as error:
+            place = _where(error, execution)
+            mark(model, f"{type(error).__name__} {place}")
+            _fill(report, execution.ledger, before + meter.growth, started)
+            if not _is_ours(error, teller):
+                error.add_note(f"streamload: this {type(model).__name__} is only partly loaded: it broke off {place}")
+                raise
+            raise LoadError(f"load broke off {place}: {error}", report=report) from error
+        finally:
+            meter.sample()
+            trim()
+    _fill(report, execution.ledger, before + meter.growth, started)
+    return report
+
+
+def _report(made: LoadPlan) -> LoadReport:
+    return LoadReport(**{field.name: getattr(made, field.name) for field in fields(Keys)})
+
+
+def _fill(report: LoadReport, ledger: Ledger, peak: int, started: float) -> None:
+    report.bytes_read, report.bytes_wanted = ledger.bytes_read, ledger.bytes_wanted
+    report.peak_host_bytes = peak
+    report.seconds = time.perf_counter() - started
+
+
+def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: LoadReport) -> None:
+    if not made.ok:
+        counts = (
+            (len(made.missing_keys), "missing"),
+            (len(made.unexpected_keys), "unexpected"),
+            (len(made.mismatched_keys), "mismatched"),
+        )
+        head = ", ".join(f"{count} {what}" for count, what in counts if count)
+        lines = "".join(f"\n  {line}" for line in made.problems())
+        raise LoadError(
+            f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
+            "  ignore_missing / ignore_unexpected let names pass, strict=False loads what fits",
+            report=report,
+        )
+    if targets.stranded:
+        raise LoadError(
+            f"{len(targets.stranded)} buffers of {type(model).__name__} are on the meta device and no checkpoint stores them: "
+            f"{summarise(targets.stranded)}; build the module inside streamload.skeleton(), which keeps buffers real",
+            report=report,
+        )
+
+
+def _settle_ties(differences: list[Difference], execution: Execution, report: LoadReport, keep_ties: bool) -> None:
+    apart = {difference.copy.alias for difference in differences}
+    report.notes += [
+        f"{copy.alias}: stored as well as {copy.target}, with equal values; they stay tied"
+        for copy in execution.plan.copies
+        if copy.alias not in apart
+    ]
+    if differences and keep_ties:
+        copy, largest = differences[0]
+        raise LoadError(
+            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint (by up to {largest:g}; "
+            f"{len(differences)} such tensors); untie=True gives each its own memory",
+            report=report,
+        )
+    if differences:
+        execution.untie([difference.copy for difference in differences])
+        for alias in apart:
+            report.notes.append(f"{alias}: untied from {report.tied.pop(alias)}, since the checkpoint stores two values")
+
+
+def _check_written(ledger: Ledger) -> None:
+    if unwritten := ledger.unwritten():
+        raise LoadError(f"not every byte was written once, which is a fault of streamload: {summarise(unwritten)}")
+
+
+def _resident(targets: Targets) -> int:
+    """Bytes of the targets that are in host memory already."""
+    real = [tensor for tensor in targets.tensors.values() if tensor.device.type == "cpu"]
+    return resident_bytes((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in real)
+
+
+class _Teller:
+    """Turns the books into calls of the user's callback, and remembers whether that failed."""
+
+    def __init__(self, made: LoadPlan, callback: Callable[[Progress], None]) -> None:
+        self._specs = [*(placement.spec for placement in made.placements), *(copy.spec for copy in made.copies)]
+        self._callback = callback
+        self.failure: BaseException | None = None
+
+    def __call__(self, ledger: Ledger) -> None:
+        spec = self._specs[ledger.last]
+        state = Progress(
+            ledger.bytes_written, ledger.bytes_wanted, ledger.written, len(self._specs), spec.name, spec.file
+        )
+        try:
+            self._callback(state)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def _is_ours(error: BaseException, teller: _Teller | None) -> bool:
+    """Whether ``error`` is to be told as a LoadError: not what the user's code raised, and not Ctrl-C."""
+    return isinstance(error, Exception) and not isinstance(error, BudgetError) and (teller is None or error is not teller.failure)
+
+
+def _where(error: BaseException, execution: Execution) -> str:
+    """At which tensor, of which file, after how much."""
+    ledger, placements = execution.ledger, execution.placements
+    amount = f"after {ledger.bytes_written:,} of {ledger.bytes_wanted:,} bytes"
+    number = ledger.last
+    if isinstance(error, SourceError) and error.offset is not None:
+        at = error.offset
+        touched = (
+            number
+            for number, placement in enumerate(placements)
+            if placement.spec.file == error.path and placement.spec.offset + placement.spec.span > at
+        )
+        number = next(touched, number)
+    if not placements:
+        return amount
+    spec = placements[number].spec
+    return f"at tensor {spec.name!r} ({number + 1} of {len(placements)}) of {spec.file}, {amount}"
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the finished frames of streamload and torch that ``error`` and its causes hold."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        chain += [link.__cause__, link.__context__]
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals.get("__name__", "").partition(".")[0] in ("streamload", "torch"):
+                with suppress(RuntimeError):  # it is still running: ours, which has let go of everything itself
+                    frame.clear()

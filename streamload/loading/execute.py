@@ -1,0 +1,252 @@
+"""Carry out a plan: make room for what is on meta, read the bytes into place, compare tied copies, keep the books."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from streamload.errors import BudgetError
+from streamload.loading.ledger import Ledger
+from streamload.loading.placement import Placement, Region, pieces
+from streamload.loading.planning import Copy, LoadPlan
+from streamload.loading.targets import Targets, torch_dtype
+from streamload.sources.batches import Read, Sink
+from streamload.sources.direct import FileReads, read_files
+from streamload.sources.staging import Staging, StagingPool
+from streamload.sources.system import BLOCK
+
+#: Integers of the same width carry any dtype bit for bit, also those that torch cannot copy.
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def make_room(targets: Targets, names: Iterable[str], device: torch.device | None) -> None:
+    """Give every target in ``names`` real memory of its planned dtype, without touching it.
+
+    Targets on meta move to ``device`` (the CPU when that is ``None``); real ones only change where device or dtype differ.
+    Ties, ``requires_grad``, the class and the attributes of a parameter are kept. Raises BudgetError when there is no memory.
+    """
+    wanted = list(names)
+    for number, name in enumerate(wanted, 1):
+        old, dtype = targets.tensors[name], torch_dtype(targets.specs[name].dtype)
+        where = device or (torch.device("cpu") if old.is_meta else old.device)
+        if not old.is_meta and old.dtype == dtype and old.device == where:
+            continue
+        try:
+            memory = torch.empty(old.shape, dtype=dtype, device=where)
+        except RuntimeError as error:  # torch reports a failed allocation so
+            raise BudgetError(
+                f"no memory for {name} ({targets.specs[name].nbytes:,} bytes on {where}; {number} of {len(wanted)}): "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        targets.tensors[name] = _replace(targets, name, old, memory)
+
+
+def untie(targets: Targets, alias: str) -> None:
+    """Give the tied name ``alias`` memory of its own."""
+    first = targets.aliases.pop(alias)
+    own = [entry for entry in targets.places[first] if entry[0] == alias]
+    targets.places[first] = [entry for entry in targets.places[first] if entry[0] != alias]
+    targets.places[alias] = own
+    targets.specs[alias] = targets.specs[first]._replace(name=alias)
+    old = targets.tensors[first]
+    targets.tensors[alias] = _replace(targets, alias, old, torch.empty_like(old, requires_grad=False))
+
+
+def _replace(targets: Targets, name: str, old: Tensor, memory: Tensor) -> Tensor:
+    new = memory
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(memory, requires_grad=old.requires_grad)
+        new.__class__ = old.__class__
+    new.__dict__.update(old.__dict__)
+    for _, (module, key, is_parameter) in targets.places[name]:
+        (module._parameters if is_parameter else module._buffers)[key] = new  # type: ignore[assignment]
+    return new
+
+
+class Difference(NamedTuple):
+    """A stored copy of a tied parameter that is not what was written."""
+
+    copy: Copy
+    largest: float
+
+
+class Execution:
+    """One run of a plan. ``ledger`` tells how far it came, also after a failure."""
+
+    def __init__(self, plan: LoadPlan, targets: Targets, on_progress: Callable[[Ledger], None] | None) -> None:
+        self.plan = plan
+        self.targets = targets
+        self.compared = [Placement(copy.spec, copy.target) for copy in plan.copies]
+        self.placements = [*plan.placements, *self.compared]
+        self.ledger = Ledger(self.placements)
+        self._on_progress = on_progress
+
+    def run(self) -> list[Difference]:
+        """Read everything; returns the stored copies of tied parameters that differ from what was written."""
+        with self._pool() as pool:
+            self._read(pool, _reads(self.plan.placements, 0, self.targets.tensors, self.plan.window))
+            return self._compare(pool) if self.compared else []
+
+    def untie(self, copies: Sequence[Copy]) -> None:
+        """Give the aliases of ``copies`` memory of their own and read their values into it."""
+        for copy in copies:
+            untie(self.targets, copy.alias)
+        first = len(self.placements)
+        more = [Placement(copy.spec, copy.alias) for copy in copies]
+        self.placements += more
+        self.ledger.expect(more)
+        with self._pool() as pool:
+            self._read(pool, _reads(more, first, self.targets.tensors, self.plan.window))
+
+    def _pool(self) -> StagingPool:
+        pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self.targets.tensors.values())
+        return StagingPool(self.plan.threads, self.plan.window, pinned=pinned)
+
+    def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
+        read_files(reads, pool.windows, self._book)
+
+    def _book(self, path: str, reads: list[Read], bytes_read: int) -> None:
+        self.ledger.book(reads, bytes_read)
+        if self._on_progress is not None:
+            self._on_progress(self.ledger)
+
+    def _compare(self, pool: StagingPool) -> list[Difference]:
+        largest = [0.0] * len(self.compared)
+        first = len(self.plan.placements)
+
+        def sink(number: int, source: _Source, target: Tensor) -> Sink:
+            return _Compare(source, target, largest, number - first)
+
+        # Smaller pieces: a difference is worked out in double precision.
+        self._read(pool, _reads(self.compared, first, self.targets.tensors, self.plan.window // 8, sink))
+        found = zip(self.plan.copies, largest, strict=True)
+        return [Difference(copy, difference) for copy, difference in found if difference]
+
+
+def _reads(
+    placements: Sequence[Placement],
+    first: int,
+    tensors: dict[str, Tensor],
+    window: int,
+    make_sink: Callable[[int, _Source, Tensor], Sink] | None = None,
+) -> Iterator[FileReads]:
+    """The reads that carry out ``placements``, numbered from ``first``, file by file and sorted by offset."""
+    by_file: dict[str, list[tuple[int, Placement]]] = defaultdict(list)
+    for number, placement in enumerate(placements, first):
+        by_file[placement.spec.file].append((number, placement))
+    limit = window - 4 * BLOCK  # a direct read begins and ends on blocks
+    for path, members in by_file.items():
+        reads: list[Read] = []
+        for number, placement in members:
+            if not placement.nbytes:
+                continue
+            tensor = tensors[placement.target].detach()
+            if make_sink is None and _is_straight(placement, tensor):
+                spec = placement.spec
+                reads.append(Read(spec.offset, spec.nbytes, tensor.data_ptr(), None, number))
+            else:
+                reads += _staged(number, placement, tensor, limit, make_sink or _copy_sink)
+        if reads:
+            reads.sort(key=_offset)
+            yield FileReads(path, reads)
+
+
+def _offset(read: Read) -> int:
+    return read.offset
+
+
+def _is_straight(placement: Placement, tensor: Tensor) -> bool:
+    spec, _, source_region, target_region = placement
+    return (
+        source_region is None
+        and target_region is None
+        and spec.strides is None
+        and tensor.dtype == torch_dtype(spec.dtype)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+    )
+
+
+def _staged(
+    number: int, placement: Placement, tensor: Tensor, limit: int, make_sink: Callable[[int, _Source, Tensor], Sink]
+) -> Iterator[Read]:
+    spec, _, source_region, target_region = placement
+    target = tensor
+    if target_region is not None:
+        target = target[tuple(slice(start, stop) for start, stop in target_region)]
+    shape = spec.shape if source_region is None else tuple(stop - start for start, stop in source_region)
+    dtype = torch_dtype(spec.dtype)
+    if spec.dtype == "F4":  # bytes of two elements: cut by bytes, which is what the file holds
+        shape = (*shape[:-1], shape[-1] // 2)
+        spec = spec._replace(dtype="U8", shape=shape)
+        dtype, target = torch.uint8, target.view(torch.uint8)
+    if target.shape != shape:
+        target = target.view(shape)  # [] and [1]
+    for piece in pieces(spec, source_region, limit, BLOCK):
+        part = target[tuple(slice(start, stop) for start, stop in piece.region)]
+        source = _Source(dtype, piece.span, piece.region, piece.strides)
+        yield Read(piece.offset, piece.span, 0, make_sink(number, source, part), number)
+
+
+class _Source(NamedTuple):
+    """How the bytes of a piece lie in a window."""
+
+    dtype: torch.dtype
+    span: int
+    region: Region
+    strides: tuple[int, ...]
+
+    @property
+    def wanted(self) -> int:
+        return prod(stop - start for start, stop in self.region) * self.dtype.itemsize
+
+    def view(self, window: Staging, start: int) -> Tensor:
+        flat = window.view(start, self.span, self.dtype.itemsize).view(self.dtype)
+        return flat.as_strided([stop - start for start, stop in self.region], self.strides)
+
+
+class _CopyInto:
+    """Copies a piece from a window into its part of a target, converting where the dtypes differ."""
+
+    __slots__ = ("_source", "_target", "wanted")
+
+    def __init__(self, source: _Source, target: Tensor) -> None:
+        self._source, self._target = _carried(source, target)
+        self.wanted = source.wanted
+
+    def __call__(self, window: Staging, start: int) -> None:
+        self._target.copy_(self._source.view(window, start))
+
+
+def _copy_sink(_: int, source: _Source, target: Tensor) -> Sink:
+    return _CopyInto(source, target)
+
+
+class _Compare:
+    """Compares a piece with what is already in its target, and keeps the largest difference."""
+
+    __slots__ = ("_largest", "_number", "_source", "_target", "wanted")
+
+    def __init__(self, source: _Source, target: Tensor, largest: list[float], number: int) -> None:
+        self._source, self._target, self.wanted = source, target, source.wanted
+        self._largest, self._number = largest, number
+
+    def __call__(self, window: Staging, start: int) -> None:
+        ours = self._source.view(window, start).to(self._target.device, self._target.dtype)
+        source, target = _carried(self._source._replace(dtype=ours.dtype), self._target)
+        if not torch.equal(ours.view(source.dtype), target):  # bit for bit, so that NaN equals itself
+            apart = (ours.double() - self._target.double()).abs().nan_to_num(nan=float("inf"))
+            self._largest[self._number] = max(self._largest[self._number], apart.max().item())
+
+
+def _carried(source: _Source, target: Tensor) -> tuple[_Source, Tensor]:
+    """The same bytes as integers, where nothing is to be converted."""
+    carrier = _CARRIER.get(source.dtype.itemsize)
+    if source.dtype != target.dtype or carrier is None:
+        return source, target
+    return source._replace(dtype=carrier), target.view(carrier)

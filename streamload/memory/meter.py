@@ -1,0 +1,97 @@
+"""What this process holds, by kind. Only anonymous memory is its own: file pages can be taken back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import psutil
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Resident(NamedTuple):
+    """Resident bytes of a process by kind."""
+
+    anon: int
+    file: int
+    shmem: int
+
+
+def resident() -> Resident:
+    """Resident bytes of this process (``RssAnon``, ``RssFile``, ``RssShmem`` of ``/proc/self/status``).
+
+    Where the system does not tell the kinds apart, all of it counts as anonymous.
+    """
+    try:
+        with open("/proc/self/status", "rb") as status:
+            text = status.read()
+    except OSError:
+        return Resident(psutil.Process().memory_info().rss, 0, 0)
+    return Resident(_kib(text, b"RssAnon:"), _kib(text, b"RssFile:"), _kib(text, b"RssShmem:"))
+
+
+def _kib(text: bytes, key: bytes) -> int:
+    start = text.find(key) + len(key)
+    return int(text[start : text.index(b"kB", start)]) * 1024
+
+
+class Meter:
+    """Samples anonymous memory in a thread and keeps the peak: ``with Meter() as meter: ...; meter.peak``."""
+
+    def __init__(self, interval: float = 0.005) -> None:
+        self.start = self.peak = resident().anon
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="streamload-meter", daemon=True)
+
+    def sample(self) -> int:
+        """Look now; returns the anonymous bytes."""
+        anon = resident().anon
+        self.peak = max(self.peak, anon)
+        return anon
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which the peak lies above the start."""
+        return self.peak - self.start
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.sample()
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sample()
+        self._stop.set()
+        self._thread.join()
+
+
+def resident_bytes(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many bytes of the memory ranges ``(address, bytes)`` are resident, in whole pages.
+
+    Memory that was allocated but never touched takes nothing yet; this tells how much of a model is really there. Asks
+    ``mincore``; where that fails the range counts as resident.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = 0
+    for address, nbytes in ranges:
+        first = address - address % PAGE
+        pages = -(-(address + nbytes - first) // PAGE)
+        seen = (ctypes.c_ubyte * pages)()
+        failed = libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * PAGE), seen)
+        total += nbytes if failed else min(nbytes, sum(bytes(seen)) * PAGE)
+    return total
+
+
+def trim() -> None:
+    """Give freed memory back to the system (glibc keeps it otherwise); does nothing on other C libraries."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
