@@ -15,6 +15,7 @@ from streamload.checkpoint.locate import INDEX, SAFETENSORS, TORCH, choose, natu
 from streamload.checkpoint.spec import TensorSpec
 from streamload.checkpoint.torch_zip import read_torch_zip
 from streamload.errors import CheckpointError
+from streamload.memory.collector import quiet_collector
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,8 +77,9 @@ class Checkpoint:
         if confine:
             for file in files:
                 _check_confined(file, os.path.dirname(index.path) if index else os.path.dirname(file))
-        shards = [_read_shard(file, allow_trailing) for file in files]
-        specs, skipped, notes = _merge(shards, index, unindexed)
+        with quiet_collector():
+            shards = [_read_shard(file, allow_trailing) for file in files]
+            specs, skipped, notes = _merge(shards, index, unindexed)
         notes = [*(note for shard in shards for note in shard.notes), *notes]
         if any(file.endswith(TORCH) for file in files):
             notes.append(f"read from torch's own format ({', '.join(map(os.path.basename, files[:3]))}), no safetensors there")
@@ -205,7 +207,11 @@ def _merge(
 
 
 def _union(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    tensors: dict[str, TensorSpec] = {}
+    specs = list(specs)
+    tensors = {spec.name: spec for spec in specs}
+    if len(tensors) == len(specs):
+        return tensors
+    tensors.clear()
     for spec in specs:
         if (first := tensors.setdefault(spec.name, spec)) is not spec:
             raise CheckpointError(

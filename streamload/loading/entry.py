@@ -23,6 +23,7 @@ from streamload.loading.planning import Forecast, LoadPlan, NameMap, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
 from streamload.memory import Limits, Meter, resolve_budget
+from streamload.memory.collector import quiet_collector
 from streamload.memory.meter import resident_bytes, trim
 from streamload.sources.staging import FIXED_OVERHEAD, split_budget
 
@@ -109,17 +110,15 @@ def load(
     far the load had come. The frames of streamload that such an exception holds are cleared, so that it pins no memory.
     """
     try:
-        return _load(
-            _prepare(
+        with quiet_collector() as spare:
+            prepared = _prepare(
                 model, weights, mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, recorder
-            ),
-            model,
-            strict=strict,
-            progress=progress,
-            keep_ties=not untie,
-        )
+            )
+            spare()
+            return _load(prepared, model, strict=strict, progress=progress, keep_ties=not untie)
     except BaseException as error:
-        del model, weights, mapper, progress
+        prepared = None
+        del model, weights, mapper, progress, prepared
         _clear_frames(error)
         raise
 
@@ -151,22 +150,25 @@ def _prepare(
         raise LoadError("recorder: the flight recorder is not part of this version yet")
     code = dtype_code(dtype) if dtype is not None else None
     where = torch.device(device) if device is not None else None
-    if isinstance(model, nn.Module):
-        targets = module_targets(model, code)
-    elif isinstance(model, Mapping):
-        targets = table_targets(model, code)
-    else:
-        raise LoadError(f"model: expected an nn.Module or a table of names, found {type(model).__name__}")
-    checkpoint = weights if isinstance(weights, Checkpoint) else _open(weights)
-    made = make_plan(
-        checkpoint,
-        targets,
-        name_map=_name_map(mapper),
-        ignore_unexpected=ignore_unexpected,
-        ignore_missing=ignore_missing,
-    )
+    with quiet_collector():
+        targets = _targets(model, code)
+        made = make_plan(
+            weights if isinstance(weights, Checkpoint) else _open(weights),
+            targets,
+            name_map=_name_map(mapper),
+            ignore_unexpected=ignore_unexpected,
+            ignore_missing=ignore_missing,
+        )
     _forecast(made, targets, memory_limit, threads)
     return _Prepared(made, targets, where, started)
+
+
+def _targets(model: nn.Module | Table, dtype: str | None) -> Targets:
+    if isinstance(model, nn.Module):
+        return module_targets(model, dtype)
+    if isinstance(model, Mapping):
+        return table_targets(model, dtype)
+    raise LoadError(f"model: expected an nn.Module or a table of names, found {type(model).__name__}")
 
 
 def _open(weights: str | os.PathLike[str]) -> Checkpoint:
@@ -186,7 +188,7 @@ def _name_map(mapper: Any) -> NameMap | None:
 
 def _forecast(made: LoadPlan, targets: Targets, memory_limit: int | str, threads: int | None) -> None:
     """Divide the budget into windows and say what the load will take."""
-    params = sum(targets.specs[placement.target].nbytes for placement in made.placements)
+    params = sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
     still_to_come = params if any(tensor.is_meta for tensor in targets.tensors.values()) else 0
     budget = resolve_budget(memory_limit, max(0, Limits.read().available - still_to_come))
     if memory_limit == "auto":
@@ -217,7 +219,7 @@ def _load(
     unmark(model)
     teller = _Teller(made, progress) if progress is not None else None
     execution = Execution(made, targets, teller)
-    before = _resident(targets)
+    before = _resident(made, targets)
     with Meter() as meter:
         try:
             make_room(targets, dict.fromkeys(placement.target for placement in made.placements), device)
@@ -296,10 +298,14 @@ def _check_written(ledger: Ledger) -> None:
         raise LoadError(f"not every byte was written once, which is a fault of streamload: {summarise(unwritten)}")
 
 
-def _resident(targets: Targets) -> int:
-    """Bytes of the targets that are in host memory already."""
-    real = [tensor for tensor in targets.tensors.values() if tensor.device.type == "cpu"]
-    return resident_bytes((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in real)
+def _resident(made: LoadPlan, targets: Targets) -> int:
+    """Bytes of the targets to be filled that are in host memory already."""
+    specs = targets.specs
+    ranges = [(specs[name].address, spec.nbytes) for spec, name, _, _ in made.placements if specs[name].address]
+    if len(ranges) < len(made.placements):
+        others = (targets.tensors[name] for _, name, _, _ in made.placements if not specs[name].address)
+        ranges += [(each.data_ptr(), each.numel() * each.element_size()) for each in others if each.is_cpu]
+    return resident_bytes(ranges)
 
 
 class _Teller:

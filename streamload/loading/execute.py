@@ -30,7 +30,7 @@ def make_room(targets: Targets, names: Iterable[str], device: torch.device | Non
     Targets on meta move to ``device`` (the CPU when that is ``None``); real ones only change where device or dtype differ.
     Ties, ``requires_grad``, the class and the attributes of a parameter are kept. Raises BudgetError when there is no memory.
     """
-    wanted = list(names)
+    wanted = [name for name in names if device is not None or not targets.specs[name].address]
     for number, name in enumerate(wanted, 1):
         old, dtype = targets.tensors[name], torch_dtype(targets.specs[name].dtype)
         where = device or (torch.device("cpu") if old.is_meta else old.device)
@@ -43,29 +43,31 @@ def make_room(targets: Targets, names: Iterable[str], device: torch.device | Non
                 f"no memory for {name} ({targets.specs[name].nbytes:,} bytes on {where}; {number} of {len(wanted)}): "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        targets.tensors[name] = _replace(targets, name, old, memory)
+        _replace(targets, name, old, memory)
 
 
-def untie(targets: Targets, alias: str) -> None:
-    """Give the tied name ``alias`` memory of its own."""
-    first = targets.aliases.pop(alias)
-    own = [entry for entry in targets.places[first] if entry[0] == alias]
-    targets.places[first] = [entry for entry in targets.places[first] if entry[0] != alias]
-    targets.places[alias] = own
-    targets.specs[alias] = targets.specs[first]._replace(name=alias)
-    old = targets.tensors[first]
-    targets.tensors[alias] = _replace(targets, alias, old, torch.empty_like(old, requires_grad=False))
-
-
-def _replace(targets: Targets, name: str, old: Tensor, memory: Tensor) -> Tensor:
+def _replace(targets: Targets, name: str, old: Tensor, memory: Tensor) -> None:
+    """Put ``memory`` where ``old`` is, under ``name`` and every name tied to it."""
+    assert targets.module is not None
     new = memory
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(memory, requires_grad=old.requires_grad)
         new.__class__ = old.__class__
     new.__dict__.update(old.__dict__)
-    for _, (module, key, is_parameter) in targets.places[name]:
-        (module._parameters if is_parameter else module._buffers)[key] = new  # type: ignore[assignment]
-    return new
+    for each in (name, *(alias for alias, first in targets.aliases.items() if first == name)):
+        path, _, key = each.rpartition(".")
+        owner = targets.module.get_submodule(path)
+        (owner._parameters if key in owner._parameters else owner._buffers)[key] = new  # type: ignore[assignment]
+    targets.tensors[name] = new
+    targets.specs[name] = targets.specs[name]._replace(address=memory.data_ptr() if memory.is_cpu else 0)
+
+
+def untie(targets: Targets, alias: str) -> None:
+    """Give the tied name ``alias`` memory of its own."""
+    first = targets.aliases.pop(alias)
+    old = targets.tensors[first]
+    targets.specs[alias] = targets.specs[first]._replace(name=alias)
+    _replace(targets, alias, old, torch.empty_like(old, requires_grad=False))
 
 
 class Difference(NamedTuple):
@@ -89,7 +91,7 @@ class Execution:
     def run(self) -> list[Difference]:
         """Read everything; returns the stored copies of tied parameters that differ from what was written."""
         with self._pool() as pool:
-            self._read(pool, _reads(self.plan.placements, 0, self.targets.tensors, self.plan.window))
+            self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.window))
             return self._compare(pool) if self.compared else []
 
     def untie(self, copies: Sequence[Copy]) -> None:
@@ -101,7 +103,7 @@ class Execution:
         self.placements += more
         self.ledger.expect(more)
         with self._pool() as pool:
-            self._read(pool, _reads(more, first, self.targets.tensors, self.plan.window))
+            self._read(pool, _reads(more, first, self.targets, self.plan.window))
 
     def _pool(self) -> StagingPool:
         pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self.targets.tensors.values())
@@ -123,7 +125,7 @@ class Execution:
             return _Compare(source, target, largest, number - first)
 
         # Smaller pieces: a difference is worked out in double precision.
-        self._read(pool, _reads(self.compared, first, self.targets.tensors, self.plan.window // 8, sink))
+        self._read(pool, _reads(self.compared, first, self.targets, self.plan.window // 8, sink))
         found = zip(self.plan.copies, largest, strict=True)
         return [Difference(copy, difference) for copy, difference in found if difference]
 
@@ -131,45 +133,37 @@ class Execution:
 def _reads(
     placements: Sequence[Placement],
     first: int,
-    tensors: dict[str, Tensor],
+    targets: Targets,
     window: int,
     make_sink: Callable[[int, _Source, Tensor], Sink] | None = None,
 ) -> Iterator[FileReads]:
-    """The reads that carry out ``placements``, numbered from ``first``, file by file and sorted by offset."""
+    """The reads that carry out ``placements``, numbered from ``first``: file by file, in the order of their offsets."""
     by_file: dict[str, list[tuple[int, Placement]]] = defaultdict(list)
     for number, placement in enumerate(placements, first):
-        by_file[placement.spec.file].append((number, placement))
+        if placement.spec.nbytes:
+            by_file[placement.spec.file].append((number, placement))
     limit = window - 4 * BLOCK  # a direct read begins and ends on blocks
     for path, members in by_file.items():
-        reads: list[Read] = []
-        for number, placement in members:
-            if not placement.nbytes:
-                continue
-            tensor = tensors[placement.target].detach()
-            if make_sink is None and _is_straight(placement, tensor):
-                spec = placement.spec
-                reads.append(Read(spec.offset, spec.nbytes, tensor.data_ptr(), None, number))
-            else:
-                reads += _staged(number, placement, tensor, limit, make_sink or _copy_sink)
-        if reads:
-            reads.sort(key=_offset)
-            yield FileReads(path, reads)
+        members.sort(key=lambda member: member[1].spec.offset)
+        end = max(placement.spec.offset + placement.spec.span for _, placement in members)
+        yield FileReads(path, end, _reads_of(members, targets, limit, make_sink))
 
 
-def _offset(read: Read) -> int:
-    return read.offset
-
-
-def _is_straight(placement: Placement, tensor: Tensor) -> bool:
-    spec, _, source_region, target_region = placement
-    return (
-        source_region is None
-        and target_region is None
-        and spec.strides is None
-        and tensor.dtype == torch_dtype(spec.dtype)
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-    )
+def _reads_of(
+    members: list[tuple[int, Placement]],
+    targets: Targets,
+    limit: int,
+    make_sink: Callable[[int, _Source, Tensor], Sink] | None,
+) -> Iterator[Read]:
+    specs, new = targets.specs, tuple.__new__
+    for number, placement in members:
+        spec, name, source_region, target_region = placement
+        _, dtype, _, address = specs[name]
+        straight = address and make_sink is None and spec.dtype == dtype and spec.strides is None
+        if straight and source_region is None and target_region is None:
+            yield new(Read, (spec.offset, spec.nbytes, address, None, number))
+        else:
+            yield from _staged(number, placement, targets.tensors[name].detach(), limit, make_sink or _copy_sink)
 
 
 def _staged(

@@ -54,6 +54,8 @@ class LoadPlan(Keys):
     copies: list[Copy] = field(default_factory=list)
     known: list[str] = field(default_factory=list, repr=False)
     """All names of the module."""
+    cast_growth: int = 0
+    """Bytes by which casts make the targets larger than what is stored."""
     forecast: Forecast = Forecast(0, 0)
     threads: int = 1
     window: int = 0
@@ -118,32 +120,35 @@ def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> 
     for alias, first in targets.aliases.items():
         if first not in arrived and alias in arrived:
             writers.setdefault(first, alias)
+    specs, aliases, new = targets.specs, targets.aliases, tuple.__new__
     for name, spec in arrived.items():
-        first = targets.aliases.get(name, name)
-        if not _fits(plan, targets.specs[first], spec, name):
+        first = aliases.get(name, name) if aliases else name
+        target = specs[first]
+        if (spec.shape != target.shape or spec.dtype != target.dtype) and not _fits(plan, target, spec, name):
             continue
         writer = arrived[writers.get(first, first)]
         if spec is writer:
-            plan.placements.append(Placement(spec, first))
+            plan.placements.append(new(Placement, (spec, first, None, None)))
         elif (spec.file, spec.offset, spec.strides) != (writer.file, writer.offset, writer.strides):
             plan.copies.append(Copy(spec, name, first))
     plan.tied = {alias: first for alias, first in targets.aliases.items() if first in arrived or first in writers}
 
 
 def _fits(plan: LoadPlan, target: Target, spec: TensorSpec, name: str) -> bool:
-    """Whether ``spec`` can fill ``target``; notes casts and mismatches."""
+    """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
     if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
         plan.mismatched_keys.append(Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file))
         return False
+    if spec.shape != target.shape:
+        plan.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")
     if spec.dtype == target.dtype:
-        if spec.shape != target.shape:
-            plan.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")
         return True
     if not castable(spec.dtype, target.dtype):
         plan.mismatched_keys.append(
             Mismatch(name, target.dtype, f"{spec.dtype} (only plain floats are converted unasked)", spec.file)
         )
         return False
+    plan.cast_growth += target.nbytes - spec.nbytes
     plan.casts.append(Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype)))
     return True
 

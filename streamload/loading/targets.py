@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -24,15 +24,13 @@ class Target(NamedTuple):
     dtype: str
     """Code of the safetensors format."""
     shape: tuple[int, ...]
-    nbytes: int
+    address: int = 0
+    """Where bytes can be written as they are stored; 0 unless it is contiguous host memory of the planned dtype."""
 
-
-class Place(NamedTuple):
-    """An attribute of a module that holds a parameter or buffer."""
-
-    module: nn.Module
-    key: str
-    is_parameter: bool
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, or will take."""
+        return prod(self.shape) * BITS[self.dtype] // 8
 
 
 @dataclass
@@ -49,13 +47,7 @@ class Targets:
     """Those of them that are on meta, where nobody will compute them."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Name -> the module's tensor; empty for a table."""
-    places: dict[str, list[tuple[str, Place]]] = field(default_factory=dict)
-    """Name -> every attribute that holds the tensor, each with the name that leads there."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all targets."""
-        return sum(target.nbytes for target in self.specs.values())
+    module: nn.Module | None = None
 
     def known(self) -> list[str]:
         """All names, tied ones included."""
@@ -85,7 +77,8 @@ def table_targets(table: Mapping[str, tuple[torch.dtype | str, Sequence[int]]], 
     """Targets from ``{name: (dtype, shape)}``. ``dtype`` replaces every plain float dtype."""
     targets = Targets()
     for name, (own, shape) in table.items():
-        targets.specs[name] = _target(name, dtype_code(own), tuple(shape), dtype)
+        code = dtype_code(own)
+        targets.specs[name] = Target(name, dtype if dtype is not None and code in FLOATS else code, tuple(shape))
     return targets
 
 
@@ -94,56 +87,74 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
 
     Names that share one tensor, or one piece of memory, are tied: the first is the target, the others its aliases.
     """
-    targets = Targets()
-    firsts: dict[object, str] = {}
+    targets = Targets(module=module)
     recomputed: set[str] = set()
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        dotted = prefix + "." if prefix else ""
-        # Not named_parameters(): that hides the second names of tied tensors and of modules used twice.
+    add = _adder(targets, dtype)
+    for dotted, owner in _owners(module):
         for key, tensor in owner._parameters.items():
             if tensor is not None:
-                _add(targets, firsts, dotted + key, tensor, Place(owner, key, True), dtype)
+                add(dotted + key, tensor)
         for key, tensor in owner._buffers.items():
             if tensor is None:
                 continue
-            if key in owner._non_persistent_buffers_set:
+            if key not in owner._non_persistent_buffers_set:
+                add(dotted + key, tensor)
+            else:
                 recomputed.add(dotted + key)
                 if tensor.is_meta:
                     targets.stranded.append(dotted + key)
-            else:
-                _add(targets, firsts, dotted + key, tensor, Place(owner, key, False), dtype)
     targets.recomputed = frozenset(recomputed)
     return targets
 
 
-def _add(
-    targets: Targets, firsts: dict[object, str], name: str, tensor: Tensor, place: Place, dtype: str | None
-) -> None:
+def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` with its dotted prefix; one that is used twice comes twice, as its names do."""
+    waiting = [("", module)]
+    while waiting:
+        dotted, owner = waiting.pop()
+        yield dotted, owner
+        if owner._modules:
+            children = [(f"{dotted}{key}.", child) for key, child in owner._modules.items() if child is not None]
+            waiting += reversed(children)
+
+
+def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]:
+    firsts: dict[int, str] = {}
+    specs, tensors, codes, new = targets.specs, targets.tensors, _CODES, tuple.__new__
+
+    def add(name: str, tensor: Tensor) -> None:
+        try:
+            pointer = tensor.data_ptr()
+        except RuntimeError as error:
+            raise _no_memory(name, tensor) from error
+        first = firsts.setdefault(pointer or -id(tensor), name)
+        if first is not name and _is_one(tensor, tensors[first]):
+            targets.aliases[name] = first
+            return
+        code = wanted = codes.get(tensor.dtype)
+        if code is None:
+            raise LoadError(f"{name} has dtype {tensor.dtype}, which no checkpoint stores; it cannot be loaded")
+        shape: tuple[int, ...] = tensor.shape
+        if code == "F4":  # torch counts bytes that hold two elements
+            shape = (*shape[:-1], shape[-1] * 2)
+        if dtype is not None and code in FLOATS:
+            wanted = dtype
+        address = pointer if wanted == code and tensor.is_cpu and tensor.is_contiguous() else 0
+        specs[name] = new(Target, (name, wanted, shape, address))
+        tensors[name] = tensor
+
+    return add
+
+
+def _no_memory(name: str, tensor: Tensor) -> LoadError:
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-        raise LoadError(f"{name} is a lazy parameter without a shape; run the module once before loading")
-    first = firsts.setdefault(_identity(tensor), name)
-    if first != name and first in targets.tensors:
-        targets.aliases[name] = first
-        targets.places[first].append((name, place))
-        return
-    code = _CODES.get(tensor.dtype)
-    if code is None:
-        raise LoadError(f"{name} has dtype {tensor.dtype}, which no checkpoint stores; loading into it is not supported")
-    shape = tuple(tensor.shape)
-    if code == "F4":  # torch counts bytes that hold two elements
-        shape = (*shape[:-1], shape[-1] * 2)
-    targets.specs[name] = _target(name, code, shape, dtype)
-    targets.tensors[name] = tensor
-    targets.places[name] = [(name, place)]
+        return LoadError(f"{name} is a lazy parameter without a shape; run the module once before loading")
+    return LoadError(f"{name} is a {type(tensor).__name__}, which has no memory of its own to load into")
 
 
-def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are one: the same object, or the same view of the same memory."""
-    if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _target(name: str, own: str, shape: tuple[int, ...], wanted: str | None) -> Target:
-    code = wanted if wanted is not None and own in FLOATS else own
-    return Target(name, code, shape, prod(shape) * BITS[code] // 8)
+def _is_one(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two names hold one tensor: the same object, or the same view of the same memory."""
+    if tensor is other:
+        return True
+    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
+    return same and tensor.device == other.device and not tensor.is_meta and tensor.numel() > 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-
-import psutil
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -30,6 +28,8 @@ def resident() -> Resident:
         with open("/proc/self/status", "rb") as status:
             text = status.read()
     except OSError:
+        import psutil
+
         return Resident(psutil.Process().memory_info().rss, 0, 0)
     return Resident(_kib(text, b"RssAnon:"), _kib(text, b"RssFile:"), _kib(text, b"RssShmem:"))
 
@@ -81,13 +81,29 @@ def resident_bytes(ranges: Iterable[tuple[int, int]]) -> int:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     total = 0
-    for address, nbytes in ranges:
-        first = address - address % PAGE
-        pages = -(-(address + nbytes - first) // PAGE)
-        seen = (ctypes.c_ubyte * pages)()
-        failed = libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * PAGE), seen)
-        total += nbytes if failed else min(nbytes, sum(bytes(seen)) * PAGE)
+    for first, end in _page_runs(ranges):
+        pages = (end - first) // PAGE
+        seen = bytearray(pages)
+        failed = libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _address(seen))
+        total += (pages if failed else pages - seen.count(0)) * PAGE
     return total
+
+
+def _page_runs(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The pages under ``ranges`` as (first, end) addresses; neighbours in one run, since each costs a system call."""
+    first = end = 0
+    for address, nbytes in sorted(ranges):
+        if address > end + PAGE:
+            if end:
+                yield first, end
+            first = address - address % PAGE
+        end = max(end, -(-(address + nbytes) // PAGE) * PAGE)
+    if end:
+        yield first, end
+
+
+def _address(memory: bytearray) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * len(memory)).from_buffer(memory)
 
 
 def trim() -> None:

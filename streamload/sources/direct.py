@@ -29,7 +29,9 @@ class FileReads(NamedTuple):
     """The reads wanted from one file, sorted by offset."""
 
     path: str
-    reads: list[Read]
+    end: int
+    """Byte at which the last one ends."""
+    reads: Iterable[Read]
 
 
 class _Job(NamedTuple):
@@ -66,8 +68,8 @@ class _Crew:
         ]
 
     def _cut(self, work: Iterable[FileReads]) -> Iterator[_Job]:
-        for path, reads in work:
-            file = _File(path, reads)
+        for path, end, reads in work:
+            file = _File(path, end)
             self._open.add(file)
             for batch in batches(reads, JOB):
                 file.pending += 1
@@ -135,7 +137,7 @@ class _Crew:
 class _File:
     """One open file, and the fastest way of reading it that works."""
 
-    def __init__(self, path: str, reads: list[Read]) -> None:
+    def __init__(self, path: str, end: int) -> None:
         self.path = path
         self.pending = 1
         self._past_cache = -1
@@ -146,7 +148,7 @@ class _File:
         except OSError as error:
             raise SourceError(f"{path}: cannot be opened: {error.strerror}", path=path) from error
         try:
-            self._check_length(max(read.offset + read.nbytes for read in reads))
+            self._check_length(end)
             if O_DIRECT:
                 self._past_cache = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
                 self._direct = True

@@ -1,0 +1,5 @@
+"""Text in, vectors out."""
+
+from streamload.embedder.embedder import Embedder
+
+__all__ = ["Embedder"]

@@ -1,0 +1,1 @@
+"""Other libraries, each imported only when it is used."""
