@@ -255,7 +255,7 @@ class _Records:
 def _row_major(view: _View) -> bool:
     expected = 1
     for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size != 1 and stride != expected and prod(view.shape):
+        if size != 1 and stride != expected and 0 not in view.shape:
             return False
         expected *= size
     return True

@@ -65,9 +65,7 @@ class Embedder:
         """
         wanted = [texts] if isinstance(texts, str) else list(texts)
         batches = [self._encode(wanted[at : at + batch_size]) for at in range(0, len(wanted), batch_size)]
-        if not batches:
-            return torch.empty(0, int(self.model.config.hidden_size))
-        return torch.cat(batches)
+        return torch.cat(batches) if batches else self._encode([""])[:0]
 
     def _encode(self, texts: list[str]) -> Tensor:
         device = next(self.model.parameters()).device

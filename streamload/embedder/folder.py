@@ -48,7 +48,10 @@ def read_recipe(folder: str) -> Recipe:
             normalised = True
             applied.append(kind)
         else:
-            raise LoadError(f"{path}: module {position} is {kind or module!r}, which this version cannot apply; nothing is left out")
+            raise LoadError(
+                f"{path}: module {position} is {kind or module!r}, which this version cannot apply; leaving it out would "
+                "give other vectors"
+            )
     if not pooled:
         raise LoadError(f"{path}: names no Pooling module, so there is no vector for a text")
     return Recipe(body, normalised, _max_tokens(body), tuple(applied))

@@ -61,7 +61,8 @@ def _config(folder: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise LoadError(f"{path}: not a config that transformers {transformers.__version__} knows: {_first_line(error)}") from error
+        version = transformers.__version__
+        raise LoadError(f"{path}: not a config that transformers {version} knows: {_first_line(error)}") from error
 
 
 def _class(config: Any, folder: str, base: bool) -> Any:

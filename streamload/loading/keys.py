@@ -118,7 +118,7 @@ def _fold(names: Counter[str]) -> list[tuple[str, int]]:
         columns = zip(*(numbers for numbers, _ in members), strict=True)
         ranges = [_range(sorted(set(column), key=int)) for column in columns]
         for text in ranges:
-            template = template.replace("{}", text, 1)  # noqa: PLW2901
+            template = template.replace("{}", text, 1)
         folded.append((template, sum(count for _, count in members)))
     return folded
 

@@ -37,7 +37,7 @@ class Ledger:
         left = self._left
         for _, nbytes, _, sink, tag in reads:
             if sink is not None:
-                nbytes = sink.wanted  # noqa: PLW2901  a strided piece spans bytes that it does not want
+                nbytes = sink.wanted
             left[tag] -= nbytes
             self.bytes_written += nbytes
             if left[tag] == 0:

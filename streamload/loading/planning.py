@@ -56,7 +56,7 @@ class LoadPlan(Keys):
     """All names of the module."""
     cast_growth: int = 0
     """Bytes by which casts make the targets larger than what is stored."""
-    forecast: Forecast = Forecast(0, 0)
+    forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
     window: int = 0
     """Bytes of one thread's staging buffer."""
@@ -174,7 +174,7 @@ class _Ignore:
         if isinstance(patterns, str):
             raise LoadError(f"{title}={patterns!r}: expected a list of names or globs, found a single string")
         self._title = title
-        self._exact = {pattern: 0 for pattern in patterns}
+        self._exact = dict.fromkeys(patterns, 0)
         self._globs = [pattern for pattern in self._exact if any(sign in pattern for sign in "*?[")]
 
     def refuse_exact(self, known: Iterable[str]) -> None:

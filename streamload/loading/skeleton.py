@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _TWIN = "_streamload_twin"
 
@@ -22,11 +23,11 @@ def skeleton() -> Iterator[None]:
     thread = threading.get_ident()
     original = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param)
-        stored = module._parameters.get(name)
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        stored = self._parameters.get(name)
         if stored is not None and threading.get_ident() == thread:
-            module._parameters[name] = _on_meta(stored)
+            self._parameters[name] = _on_meta(stored)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
@@ -36,7 +37,7 @@ def skeleton() -> Iterator[None]:
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    if param.is_meta or isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if param.is_meta or is_lazy(param):
         return param
     twin = getattr(param, _TWIN, None)  # the same parameter registered a second time is a tie
     if twin is None:

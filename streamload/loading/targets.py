@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from streamload.checkpoint.dtypes import BITS, FLOATS, FROM_TORCH
 from streamload.errors import LoadError
@@ -91,9 +92,9 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     recomputed: set[str] = set()
     add = _adder(targets, dtype)
     for dotted, owner in _owners(module):
-        for key, tensor in owner._parameters.items():
-            if tensor is not None:
-                add(dotted + key, tensor)
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                add(dotted + key, parameter)
         for key, tensor in owner._buffers.items():
             if tensor is None:
                 continue
@@ -147,7 +148,7 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
 
 
 def _no_memory(name: str, tensor: Tensor) -> LoadError:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         return LoadError(f"{name} is a lazy parameter without a shape; run the module once before loading")
     return LoadError(f"{name} is a {type(tensor).__name__}, which has no memory of its own to load into")
 

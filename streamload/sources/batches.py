@@ -73,7 +73,7 @@ def batches(reads: Iterable[Read], limit: int) -> Iterator[Batch]:
                 yield Batch(start, end, batch, straight)
                 batch, start, straight = [], offset, True
             if batch or nbytes != read.nbytes:
-                read = Read(offset, nbytes, address, None, tag)  # noqa: PLW2901
+                read = Read(offset, nbytes, address, None, tag)
         else:
             straight = False
         batch.append(read)

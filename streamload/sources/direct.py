@@ -122,7 +122,7 @@ class _Crew:
                     job.file.pending -= 1
                     self._close_if_done(job.file)
                 self._done.put((job, nbytes, None))
-        except BaseException as error:  # noqa: BLE001  it is raised again in the thread that called
+        except BaseException as error:
             self._stop.set()
             self._done.put((None, 0, error))
         finally:
