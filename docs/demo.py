@@ -35,7 +35,9 @@ def main() -> int:
     print("1. Open: headers only")
     checkpoint = Checkpoint.open(folder)
     kinds = Counter(spec.dtype for spec in checkpoint.tensors.values())
-    print(f"   {len(checkpoint)} tensors ({', '.join(f'{n} {dtype}' for dtype, n in kinds.items())}), {size(checkpoint.nbytes)}")
+    print(
+        f"   {len(checkpoint)} tensors ({', '.join(f'{n} {dtype}' for dtype, n in kinds.items())}), {size(checkpoint.nbytes)}"
+    )
     for spec in [*checkpoint.tensors.values()][:3]:
         print(f"   {spec.name}  {spec.dtype} {list(spec.shape)} at byte {spec.offset:,}")
 
@@ -47,7 +49,9 @@ def main() -> int:
 
     print("3. Plan: what will be read, and what it will take")
     forecast = plan(model, checkpoint).forecast
-    print(f"   parameters {size(forecast.params_bytes)} + staging {size(forecast.staging_bytes)} = {size(forecast.peak_bytes)}")
+    print(
+        f"   parameters {size(forecast.params_bytes)} + staging {size(forecast.staging_bytes)} = {size(forecast.peak_bytes)}"
+    )
 
     print("4. Load: from the file into the parameters")
     report = load(model, checkpoint)
@@ -67,7 +71,9 @@ def main() -> int:
     )
     cosines_off = _off(torch.stack([cosines[0, 1], cosines[0, 2], cosines[1, 2]]), REFERENCE["cosines"])
     fine = off < 1e-5 and cosines_off < 1e-4 and report.clones == 0
-    print(f"   largest difference {off:.1e} in the vectors, {cosines_off:.1e} in the cosines: {'equal' if fine else 'DIFFERENT'}")
+    print(
+        f"   largest difference {off:.1e} in the vectors, {cosines_off:.1e} in the cosines: {'equal' if fine else 'DIFFERENT'}"
+    )
     return 0 if fine else 1
 
 

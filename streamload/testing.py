@@ -14,7 +14,11 @@ from streamload.loading.targets import dtype_code
 
 
 def write_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None, pad: int = 0
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    pad: int = 0,
 ) -> str:
     """Write ``tensors`` in the order given (the safetensors library sorts them). Returns ``path``.
 
@@ -33,7 +37,9 @@ def write_safetensors(
     return write_raw(path, json.dumps(header).encode() + b" " * pad, map(tensor_bytes, tensors.values()))
 
 
-def write_raw(path: str | os.PathLike[str], header: bytes, data: Iterable[bytes] = (), *, length: int | None = None) -> str:
+def write_raw(
+    path: str | os.PathLike[str], header: bytes, data: Iterable[bytes] = (), *, length: int | None = None
+) -> str:
     """Write a safetensors file from a ready header, right or wrong. ``length`` replaces the true header length."""
     with open(path, "wb") as file:
         file.write((len(header) if length is None else length).to_bytes(8, "little") + header)

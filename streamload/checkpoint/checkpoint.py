@@ -70,7 +70,9 @@ class Checkpoint:
         """
         path = os.fspath(location)
         if "://" in path:
-            raise CheckpointError(f"{path}: object stores are not supported yet; copy the checkpoint to a disk", path=path)
+            raise CheckpointError(
+                f"{path}: object stores are not supported yet; copy the checkpoint to a disk", path=path
+            )
         if not os.path.exists(path):
             path = cached_snapshot(path, revision)
         files, index, ignored = _locate(path)
@@ -82,7 +84,9 @@ class Checkpoint:
             specs, skipped, notes = _merge(shards, index, unindexed)
         notes = [*(note for shard in shards for note in shard.notes), *notes]
         if any(file.endswith(TORCH) for file in files):
-            notes.append(f"read from torch's own format ({', '.join(map(os.path.basename, files[:3]))}), no safetensors there")
+            notes.append(
+                f"read from torch's own format ({', '.join(map(os.path.basename, files[:3]))}), no safetensors there"
+            )
         metadata = next((shard.metadata for shard in shards if shard.metadata), {})
         return cls(path, specs, tuple(files), ignored, tuple(skipped), tuple(notes), metadata)
 
@@ -144,7 +148,9 @@ def _check_confined(file: str, folder: str) -> None:
     target, home = os.path.realpath(file), os.path.realpath(folder)
     blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
     if not any(os.path.commonpath([target, allowed]) == allowed for allowed in (home, blobs)):
-        raise CheckpointError(f"{file}: is a link to {target}, outside its folder; refused because confine=True", path=file)
+        raise CheckpointError(
+            f"{file}: is a link to {target}, outside its folder; refused because confine=True", path=file
+        )
 
 
 def _read_shard(file: str, allow_trailing: bool) -> _Shard:

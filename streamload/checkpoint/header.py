@@ -80,7 +80,9 @@ def _check_length(head: bytes, length: int, size: int, path: str) -> None:
     if 8 + length <= size and length <= MAX_HEADER_BYTES:
         return
     if head.startswith(b"PK\x03\x04"):
-        problem = "this is a zip archive (torch.save writes such files), not safetensors; give it the ending .pt or .bin"
+        problem = (
+            "this is a zip archive (torch.save writes such files), not safetensors; give it the ending .pt or .bin"
+        )
     elif head.startswith(b"GGUF"):
         problem = "this is a GGUF file, not safetensors; convert it to safetensors first"
     elif 8 + length > size:

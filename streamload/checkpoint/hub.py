@@ -22,7 +22,8 @@ def cached_snapshot(name: str, revision: str | None = None) -> str:
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise CheckpointError(
-            f"{name}: no such file or folder (a name from the Hugging Face hub needs `pip install huggingface_hub`)", path=name
+            f"{name}: no such file or folder (a name from the Hugging Face hub needs `pip install huggingface_hub`)",
+            path=name,
         ) from None
     try:
         return str(snapshot_download(name, revision=revision, local_files_only=True))

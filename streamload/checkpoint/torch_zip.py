@@ -97,7 +97,9 @@ def _read_archive(file: IO[bytes], archive: zipfile.ZipFile, path: str) -> tuple
 
 def _check_order(archive: zipfile.ZipFile, root: str, path: str) -> None:
     if root + "byteorder" in archive.namelist() and archive.read(root + "byteorder") != b"little":
-        raise CheckpointError(f"{path}: written on a big-endian machine; save it again on a little-endian one", path=path)
+        raise CheckpointError(
+            f"{path}: written on a big-endian machine; save it again on a little-endian one", path=path
+        )
 
 
 class _Storage(NamedTuple):
@@ -146,7 +148,9 @@ def _tensor(storage: _Storage, start: int, shape: Any, strides: Any, *_: Any) ->
     return _tensor_v3(storage, start, shape, strides, None, None, storage.dtype)
 
 
-def _tensor_v3(storage: _Storage, start: int, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: str, *_: Any) -> _View:
+def _tensor_v3(
+    storage: _Storage, start: int, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: str, *_: Any
+) -> _View:
     numbers = (start, *shape, *strides)
     if not isinstance(storage, _Storage) or dtype not in BITS or len(shape) != len(strides):
         raise pickle.UnpicklingError("a tensor without storage, dtype or strides")
@@ -225,7 +229,9 @@ class _Records:
         shape, width = view.shape, max(1, BITS[view.dtype] // 8)
         if view.dtype == "F4":  # torch counts bytes, each of which holds two elements
             if strides or not shape:
-                raise self._error(f"tensor {name!r} is an F4 view that cannot be read on its own; save a contiguous copy", name)
+                raise self._error(
+                    f"tensor {name!r} is an F4 view that cannot be read on its own; save a contiguous copy", name
+                )
             shape = (*shape[:-1], shape[-1] * 2)
         nbytes = prod(view.shape) * width
         spec = TensorSpec(name, view.dtype, shape, self._path, start + view.start * width, nbytes, strides)

@@ -55,7 +55,8 @@ def command(
     if len(texts) > 1:
         unit = vectors / vectors.norm(dim=1, keepdim=True)
         numbers = [f"{number}" for number in range(1, len(texts) + 1)]
-        cosines = [(number, *(f"{value:.4f}" for value in row)) for number, row in zip(numbers, (unit @ unit.T).tolist(), strict=True)]
+        values = [tuple(f"{value:.4f}" for value in row) for row in (unit @ unit.T).tolist()]
+        cosines = [(number, *row) for number, row in zip(numbers, values, strict=True)]
         console.print()
         print_table(("cosine", *numbers), cosines, right=range(1, len(texts) + 1))
     console.print()

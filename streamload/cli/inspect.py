@@ -28,7 +28,14 @@ def command(location: str, as_json: bool, revision: str | None, show_tensors: bo
     if show_tensors:
         console.print()
         rows = [
-            (spec.name, spec.dtype, str(list(spec.shape)), size(spec.nbytes), os.path.basename(spec.file), f"{spec.offset:,}")
+            (
+                spec.name,
+                spec.dtype,
+                str(list(spec.shape)),
+                size(spec.nbytes),
+                os.path.basename(spec.file),
+                f"{spec.offset:,}",
+            )
             for spec in checkpoint.tensors.values()
         ]
         print_table(("tensor", "dtype", "shape", "size", "file", "offset"), rows, right=(3, 5))
@@ -42,9 +49,15 @@ def print_summary(checkpoint: Checkpoint) -> None:
         nbytes[spec.dtype] += spec.nbytes
     largest = max(checkpoint.tensors.values(), key=lambda spec: spec.nbytes, default=None)
     rows = [
-        ("files", f"{len(checkpoint.files)}: {', '.join(map(os.path.basename, checkpoint.files[:4]))}" + _more(checkpoint)),
+        (
+            "files",
+            f"{len(checkpoint.files)}: {', '.join(map(os.path.basename, checkpoint.files[:4]))}" + _more(checkpoint),
+        ),
         ("tensors", f"{len(checkpoint):,}, {size(checkpoint.nbytes)} ({checkpoint.nbytes:,} bytes)"),
-        *((f"  {dtype}", f"{counts[dtype]:,}, {size(nbytes[dtype])}") for dtype in sorted(counts, key=lambda d: -nbytes[d])),
+        *(
+            (f"  {dtype}", f"{counts[dtype]:,}, {size(nbytes[dtype])}")
+            for dtype in sorted(counts, key=lambda d: -nbytes[d])
+        ),
     ]
     if largest is not None:
         rows.append(("largest", f"{largest.name} {largest.dtype} {list(largest.shape)}, {size(largest.nbytes)}"))

@@ -40,7 +40,9 @@ def build_model(checkpoint: Checkpoint, *, base: bool = False, dtype: torch.dtyp
         with skeleton():
             model: nn.Module = model_class._from_config(config, **({} if dtype is None else {"dtype": dtype}))
     except Exception as error:
-        raise LoadError(f"{folder}: transformers cannot build {model_class.__name__}: {type(error).__name__}: {error}") from error
+        raise LoadError(
+            f"{folder}: transformers cannot build {model_class.__name__}: {type(error).__name__}: {error}"
+        ) from error
     return model.eval()
 
 

@@ -68,7 +68,17 @@ def plan(
     Raises CheckpointError, MappingError, and BudgetError when ``memory_limit`` is too small to work with.
     """
     return _prepare(
-        model, weights, mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, recorder
+        model,
+        weights,
+        mapper,
+        ignore_unexpected,
+        ignore_missing,
+        device,
+        dtype,
+        memory_limit,
+        backend,
+        threads,
+        recorder,
     ).plan
 
 
@@ -112,7 +122,17 @@ def load(
     try:
         with quiet_collector() as spare:
             prepared = _prepare(
-                model, weights, mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, recorder
+                model,
+                weights,
+                mapper,
+                ignore_unexpected,
+                ignore_missing,
+                device,
+                dtype,
+                memory_limit,
+                backend,
+                threads,
+                recorder,
             )
             spare()
             return _load(prepared, model, strict=strict, progress=progress, keep_ties=not untie)
@@ -290,7 +310,9 @@ def _settle_ties(differences: list[Difference], execution: Execution, report: Lo
     if differences:
         execution.untie([difference.copy for difference in differences])
         for alias in apart:
-            report.notes.append(f"{alias}: untied from {report.tied.pop(alias)}, since the checkpoint stores two values")
+            report.notes.append(
+                f"{alias}: untied from {report.tied.pop(alias)}, since the checkpoint stores two values"
+            )
 
 
 def _check_written(ledger: Ledger) -> None:
@@ -330,7 +352,11 @@ class _Teller:
 
 def _is_ours(error: BaseException, teller: _Teller | None) -> bool:
     """Whether ``error`` is to be told as a LoadError: not what the user's code raised, and not Ctrl-C."""
-    return isinstance(error, Exception) and not isinstance(error, BudgetError) and (teller is None or error is not teller.failure)
+    return (
+        isinstance(error, Exception)
+        and not isinstance(error, BudgetError)
+        and (teller is None or error is not teller.failure)
+    )
 
 
 def _where(error: BaseException, execution: Execution) -> str:

@@ -148,7 +148,9 @@ def prefix_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str | None
     if not best:
         return None
     prefix, count = best.most_common(1)[0]
-    side = "the checkpoint's names carry it and the module's do not" if verb == "strip" else "the module's names carry it"
+    side = (
+        "the checkpoint's names carry it and the module's do not" if verb == "strip" else "the module's names carry it"
+    )
     return f"{verb} {prefix!r}? {count} names would then fit: {side}"
 
 

@@ -137,7 +137,9 @@ def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> 
 def _fits(plan: LoadPlan, target: Target, spec: TensorSpec, name: str) -> bool:
     """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
     if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
-        plan.mismatched_keys.append(Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file))
+        plan.mismatched_keys.append(
+            Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file)
+        )
         return False
     if spec.shape != target.shape:
         plan.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")

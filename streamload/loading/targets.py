@@ -14,7 +14,9 @@ from torch.nn.parameter import is_lazy
 from streamload.checkpoint.dtypes import BITS, FLOATS, FROM_TORCH
 from streamload.errors import LoadError
 
-_CODES: dict[torch.dtype, str] = {getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)}
+_CODES: dict[torch.dtype, str] = {
+    getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)
+}
 _DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
 
 

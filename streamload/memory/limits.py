@@ -103,7 +103,10 @@ def _group_limits(version: int, folder: str, root: str) -> Iterator[Limit]:
 
 def _resource_limits(root: str) -> Iterator[Limit]:
     status = _table(os.path.join(root, "proc/self/status"))
-    for name, number, key in (("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"), ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData")):
+    for name, number, key in (
+        ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
+    ):
         soft = resource.getrlimit(number)[0]
         if soft != resource.RLIM_INFINITY and key in status:
             yield Limit(name, soft, status[key] * 1024)

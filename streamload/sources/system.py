@@ -46,7 +46,9 @@ class _Range(ctypes.Structure):
 
 
 class _CacheStat(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted"))
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
 
 
 def cached(fd: int, offset: int, length: int) -> bool | None:
