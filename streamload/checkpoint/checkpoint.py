@@ -146,8 +146,11 @@ def _indexed_files(index: Index) -> list[str]:
 
 def _check_confined(file: str, folder: str) -> None:
     target, home = os.path.realpath(file), os.path.realpath(folder)
-    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
-    if not any(os.path.commonpath([target, allowed]) == allowed for allowed in (home, blobs)):
+    allowed = [home]
+    cache, snapshots, _ = home.rpartition("/snapshots/")
+    if snapshots:
+        allowed.append(os.path.join(cache, "blobs"))
+    if not any(os.path.commonpath([target, folder]) == folder for folder in allowed):
         raise CheckpointError(
             f"{file}: is a link to {target}, outside its folder; refused because confine=True", path=file
         )

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from streamload.errors import CheckpointError
 
@@ -29,7 +32,7 @@ def read_index(path: str) -> Index:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = json.load(file, object_pairs_hook=_distinct(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
     except (ValueError, RecursionError) as error:
@@ -45,7 +48,26 @@ def read_index(path: str) -> Index:
             )
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(path, weight_map, int(total) if isinstance(total, (int, float)) else None)
+    return Index(path, weight_map, int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None)
+
+
+def _distinct(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """A hook for JSON objects that accepts a key given twice only with equal values."""
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) == len(pairs):
+            return table
+        for name, value in pairs:
+            if value != table[name]:
+                raise CheckpointError(
+                    f"{path}: {name!r} is there twice, with {value!r} and with {table[name]!r}; remove one of them",
+                    path=path,
+                    tensor=name,
+                )
+        return table
+
+    return build
 
 
 def _refused(name: object) -> str | None:

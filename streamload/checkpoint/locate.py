@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from streamload.errors import CheckpointError
 
@@ -28,7 +29,7 @@ _NEVER = {
     "scaler*": "training state",
     "trainer_state*": "training state",
 }
-_FAMILY = re.compile(r"(?P<stem>.*?)[-_.]?(?P<number>\d{4,6})-of-(?P<total>\d{4,6})(?P<ending>\.\w+)")
+_FAMILY = re.compile(r"(?P<stem>.*?[-_.]?)(?P<number>\d{4,6})-of-(?P<total>\d{4,6})(?P<ending>(?:\.\w+)+)")
 _VARIANT = re.compile(r"\.(fp16|bf16|fp32|float16|bfloat16|int8|int4|fp8|non_ema|ema)(?=[-.])")
 
 
@@ -40,6 +41,27 @@ class Choice:
     index: str | None = None
     ignored: dict[str, str] = field(default_factory=dict)
     """File that looks like weights -> why it was passed over."""
+
+
+class _Family(NamedTuple):
+    """What the names of numbered shards have in common."""
+
+    stem: str
+    digits: int
+    total: str
+    ending: str
+
+    def is_complete(self, numbers: Collection[int]) -> bool:
+        return len(numbers) == int(self.total) and not self.missing(numbers)
+
+    def missing(self, numbers: Collection[int]) -> list[int]:
+        """The numbers that are not there, counted from 0 where there is a shard 0."""
+        first = 0 if 0 in numbers else 1
+        return [number for number in range(first, first + int(self.total)) if number not in numbers]
+
+    @property
+    def is_variant(self) -> bool:
+        return bool(_VARIANT.search(self.stem + self.ending))
 
 
 def choose(names: Iterable[str], where: str) -> Choice:
@@ -56,7 +78,7 @@ def choose(names: Iterable[str], where: str) -> Choice:
 
 def natural(name: str) -> list[tuple[int, int | str]]:
     """Sort key under which ``shard-2`` comes before ``shard-10``."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 class _Folder:
@@ -104,16 +126,17 @@ class _Folder:
         plain = [name for name in loose if not _VARIANT.search(name)] or loose
         return self._chosen(plain, None, "a variant of other files here") if plain else None
 
-    def _families(self, names: list[str]) -> dict[tuple[str, int, str], dict[int, str]]:
-        families: dict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
+    def _families(self, names: list[str]) -> dict[_Family, dict[int, str]]:
+        families: dict[_Family, dict[int, str]] = defaultdict(dict)
         for name in names:
             if match := _FAMILY.fullmatch(name):
-                families[match["stem"], int(match["total"]), match["ending"]][int(match["number"])] = name
+                family = _Family(match["stem"], len(match["number"]), match["total"], match["ending"])
+                families[family][int(match["number"])] = name
         return families
 
-    def _complete(self, families: dict[tuple[str, int, str], dict[int, str]]) -> list[str]:
-        complete = {key: members for key, members in families.items() if len(members) == key[1]}
-        plain = {key: members for key, members in complete.items() if not _VARIANT.search(key[0] + ".")} or complete
+    def _complete(self, families: dict[_Family, dict[int, str]]) -> list[str]:
+        complete = {key: members for key, members in families.items() if key.is_complete(members)}
+        plain = {key: members for key, members in complete.items() if not key.is_variant} or complete
         if len(plain) > 1:
             stems = ", ".join(f"{members[min(members)]} ({len(members)} files)" for members in plain.values())
             raise CheckpointError(
@@ -122,15 +145,7 @@ class _Folder:
                 path=self._where,
             )
         if not plain:
-            (stem, total, ending), members = next(iter(families.items()))
-            first = min(min(members), 1)
-            missing = [number for number in range(first, first + total) if number not in members]
-            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-            raise CheckpointError(
-                f"{self._where}: {len(members)} of {total} shards of {stem}*{ending} are here, missing: {shown}; is the "
-                "download incomplete?",
-                path=self._where,
-            )
+            raise CheckpointError(f"{self._where}: {_incomplete(*next(iter(families.items())))}", path=self._where)
         return list(next(iter(plain.values())).values())
 
     def _chosen(self, files: Iterable[str], index: str | None, why: str) -> Choice:
@@ -143,6 +158,15 @@ class _Folder:
             return f"{self._where}: no weights here (looked for *.safetensors, *.bin, *.pt, *.pth)"
         found = "; ".join(f"{name} is {why}" for name, why in list(self._ignored.items())[:5])
         return f"{self._where}: no weights here that make up a model: {found}"
+
+
+def _incomplete(family: _Family, numbers: Collection[int]) -> str:
+    shards, total = f"shards of {family.stem}*{family.ending}", int(family.total)
+    missing = family.missing(numbers)
+    if not missing:
+        return f"{len(numbers)} {shards} are here, but their names say that there are {total}"
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return f"{total - len(missing)} of {total} {shards} are here, missing: {shown}; is the download incomplete?"
 
 
 def _is_index(name: str, endings: tuple[str, ...]) -> bool:

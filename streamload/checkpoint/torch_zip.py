@@ -8,8 +8,11 @@ of any other file, piece by piece.
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import zipfile
+import zlib
 from collections import OrderedDict
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -35,6 +38,12 @@ _STORAGES = {
     "UntypedStorage": "U8",
 }
 
+#: What zipfile raises for an archive with wrong bytes in it.
+_DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, zlib.error)
+
+#: Names of torch's dtypes and storages.
+_KIND = re.compile(r"\w+Storage|[a-z]+\d+\w*")
+
 #: Where training scripts put the weights when they save more than those.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -56,7 +65,7 @@ def read_torch_zip(path: str) -> tuple[list[TensorSpec], list[str]]:
                 return _read_archive(file, archive, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}", path=path) from error
-    except zipfile.BadZipFile as error:
+    except _DAMAGE as error:
         raise CheckpointError(
             f"{path}: the zip archive is damaged or cut short ({error}); was the download interrupted?", path=path
         ) from error
@@ -85,11 +94,11 @@ def _read_archive(file: IO[bytes], archive: zipfile.ZipFile, path: str) -> tuple
     unpickler = _Describe(archive, pickles[0], path)
     try:
         content = unpickler.load()
-    except (CheckpointError, zipfile.BadZipFile, OSError):
+    except (CheckpointError, OSError):
         raise
     except Exception as error:  # a damaged pickle can raise anything; all of it means the same to the reader
         raise CheckpointError(f"{path}: data.pkl is damaged: {type(error).__name__}: {error}", path=path) from error
-    tensors, notes = _state_dict(content, path)
+    tensors, notes = _state_dict(*_unwrap(content, path), path)
     records = _Records(file, archive, root, path)
     specs = [records.spec(name, view) for name, view in tensors.items()]
     return sorted(specs, key=lambda spec: spec.offset), notes
@@ -116,6 +125,8 @@ class _View(NamedTuple):
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    pending: tuple[str, ...] = ()
+    """What torch has yet to do to the values: ``"conj"``, ``"neg"``."""
 
 
 class _Describe(pickle.Unpickler):
@@ -131,32 +142,55 @@ class _Describe(pickle.Unpickler):
             found = _STORAGES.get(name) or FROM_TORCH.get(name)
         if found is None:
             raise CheckpointError(
-                f"{self._path}: the pickle needs {module}.{name}, which is not part of a plain state_dict; refused, since "
-                "unpickling it could run code (load it where you trust it and save only its state_dict)",
-                path=self._path,
+                f"{self._path}: the pickle needs {module}.{name}, {_why_not(module, name)}", path=self._path
             )
         return found
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _device, numel = pid
-        if kind != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent id {kind!r}")
+        if kind != "storage" or type(key) is not str:
+            raise pickle.UnpicklingError(f"unknown persistent id {kind!r}, {key!r}")
         return _Storage(key, dtype, numel)
 
 
-def _tensor(storage: _Storage, start: int, shape: Any, strides: Any, *_: Any) -> _View:
-    return _tensor_v3(storage, start, shape, strides, None, None, storage.dtype)
+def _why_not(module: str, name: str) -> str:
+    if (module == "torch" and _KIND.fullmatch(name)) or (module == "torch._utils" and name.startswith("_rebuild_")):
+        return "a dtype or a kind of tensor that cannot be read in pieces; convert it and save it again"
+    return (
+        "which is not part of a plain state_dict; refused, since unpickling it could run code (load it where you trust "
+        "it and save only its state_dict)"
+    )
+
+
+def _tensor(
+    storage: _Storage,
+    start: int,
+    shape: Any,
+    strides: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> _View:
+    return _tensor_v3(storage, start, shape, strides, grad, hooks, storage.dtype, metadata)
 
 
 def _tensor_v3(
-    storage: _Storage, start: int, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: str, *_: Any
+    storage: _Storage,
+    start: int,
+    shape: Any,
+    strides: Any,
+    _grad: Any,
+    _hooks: Any,
+    dtype: str,
+    metadata: Any = None,
 ) -> _View:
     numbers = (start, *shape, *strides)
     if not isinstance(storage, _Storage) or dtype not in BITS or len(shape) != len(strides):
         raise pickle.UnpicklingError("a tensor without storage, dtype or strides")
     if any(type(number) is not int or number < 0 for number in numbers):
         raise pickle.UnpicklingError(f"a tensor with sizes and strides {numbers}")
-    return _View(storage, dtype, start, tuple(shape), tuple(strides))
+    pending = tuple(str(key) for key, value in (metadata or {}).items() if value)
+    return _View(storage, dtype, start, tuple(shape), tuple(strides), pending)
 
 
 def _same(value: Any, *_: Any) -> Any:
@@ -186,26 +220,51 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-def _state_dict(content: Any, path: str) -> tuple[dict[str, _View], list[str]]:
-    """The mapping of names to tensors in an unpickled file, and notes on what lies beside it."""
+def _unwrap(content: Any, path: str) -> tuple[Any, list[str]]:
+    """The state_dict in ``content``, which may hold it beside other things, and notes on where it was."""
+    notes: list[str] = []
+    for _ in range(len(_WRAPPERS)):  # a pickle can also hold a dict inside itself
+        inner = [key for key in _WRAPPERS if isinstance(content, dict) and _holds_tensors(content.get(key))]
+        if len(inner) > 1:
+            raise CheckpointError(
+                f"{path}: holds weights in several entries ({', '.join(map(repr, inner))}); save only one of them",
+                path=path,
+            )
+        if not inner:
+            break
+        beside = ", ".join(repr(key) for key in list(content)[:8] if key != inner[0])
+        notes.append(
+            f"{path}: weights taken from its entry {inner[0]!r}" + (f"; passed over: {beside}" if beside else "")
+        )
+        content = content[inner[0]]
+    return content, notes
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether ``value`` is a state_dict, or wraps one."""
+    if not isinstance(value, dict):
+        return False
+    if any(isinstance(each, _View) for each in value.values()):
+        return True
+    return depth < len(_WRAPPERS) and any(_holds_tensors(value.get(key), depth + 1) for key in _WRAPPERS)
+
+
+def _state_dict(content: Any, notes: list[str], path: str) -> tuple[dict[str, _View], list[str]]:
+    """The tensors of an unpickled state_dict by name, and notes on what lies beside them."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {_describe(content)}, expected a state_dict", path=path)
-    if not any(isinstance(value, _View) for value in content.values()):
-        inner = [key for key in _WRAPPERS if isinstance(content.get(key), dict) and content[key]]
-        if len(inner) == 1:
-            tensors, notes = _state_dict(content[inner[0]], path)
-            return tensors, [f"{path}: weights taken from its entry {inner[0]!r}", *notes]
-        if content:
-            keys = ", ".join(repr(key) for key in list(content)[:8])
-            raise CheckpointError(
-                f"{path}: holds no tensors at its top level (keys: {keys}); save only the state_dict", path=path
-            )
-    others = [key for key, value in content.items() if not isinstance(value, _View)]
-    bad = [key for key, value in content.items() if isinstance(value, _View) and not isinstance(key, str)]
-    if bad:
-        raise CheckpointError(f"{path}: a tensor is stored under the key {bad[0]!r}, expected a name", path=path)
-    notes = [f"{path}: entry {key!r} is {_describe(content[key])}, no tensor; passed over" for key in others]
-    return {key: value for key, value in content.items() if key not in others}, notes
+    tensors = {key: value for key, value in content.items() if isinstance(value, _View)}
+    if content and not tensors:
+        keys = ", ".join(repr(key) for key in list(content)[:8])
+        raise CheckpointError(
+            f"{path}: holds no tensors at its top level (keys: {keys}); save only the state_dict", path=path
+        )
+    for key in tensors:
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: a tensor is stored under the key {key!r}, expected a name", path=path)
+    others = [key for key in content if key not in tensors]
+    notes += [f"{path}: entry {key!r} is {_describe(content[key])}, no tensor; passed over" for key in others]
+    return tensors, notes
 
 
 def _describe(value: Any) -> str:
@@ -219,12 +278,19 @@ class _Records:
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str, path: str) -> None:
         self._file, self._archive, self._root, self._path = file, archive, root, path
+        self._end = os.fstat(file.fileno()).st_size
         self._found: dict[str, tuple[int, int]] = {}
 
     def spec(self, name: str, view: _View) -> TensorSpec:
         if view.storage.key not in self._found:
             self._found[view.storage.key] = self._find(view.storage.key, name)
         start, size = self._found[view.storage.key]
+        if view.pending:
+            raise self._error(
+                f"tensor {name!r} was saved with torch's {' and '.join(view.pending)} bit set, so its bytes are not its "
+                "values; save tensor.resolve_conj().resolve_neg() instead",
+                name,
+            )
         strides = None if _row_major(view) else view.strides
         shape, width = view.shape, max(1, BITS[view.dtype] // 8)
         if view.dtype == "F4":  # torch counts bytes, each of which holds two elements
@@ -252,6 +318,12 @@ class _Records:
         if len(local) < 30 or not local.startswith(b"PK\x03\x04"):
             raise self._error(f"the record of tensor {tensor!r} is not where the directory says", tensor)
         start = info.header_offset + 30 + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+        if start + info.file_size > self._end:
+            raise self._error(
+                f"the record of tensor {tensor!r} should end at byte {start + info.file_size:,}, but the file has "
+                f"{self._end:,}; it is damaged",
+                tensor,
+            )
         return start, info.file_size
 
     def _error(self, problem: str, tensor: str) -> CheckpointError:

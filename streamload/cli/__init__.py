@@ -40,23 +40,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     try:
         code = cli.main(arguments, prog_name="streamload", standalone_mode=False)
-    except click.exceptions.Abort:
-        code = _fail("interrupted", 130)
+    except click.exceptions.Abort as error:  # what click makes of KeyboardInterrupt, which says how far a load had come
+        code = _fail("; ".join(["interrupted", *getattr(error.__cause__, "__notes__", ())]), 130)
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "streamload"
         code = _fail(f"{error.format_message()} (see {where} --help)", 2)
     except StreamloadError as error:
         report = error.report if isinstance(error, LoadError) else None
         code = _fail(str(error), 1 if report is not None and not report.ok else 2)
-    except KeyboardInterrupt as error:
-        code = _fail("; ".join(["interrupted", *getattr(error, "__notes__", ())]), 130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left; so do we, without a word
-        code = 0
+    except SystemExit as error:
+        # rich leaves with 1 when the reader of our output has left, but that is no answer
+        code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> int:
     """Say ``message`` in one line on stderr."""
-    print("streamload:", "; ".join(line.strip() for line in message.splitlines() if line.strip()), file=sys.stderr)
+    from streamload.cli.draw import plain
+
+    print("streamload:", plain("; ".join(filter(None, map(str.strip, message.splitlines())))), file=sys.stderr)
     return code

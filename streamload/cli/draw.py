@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from streamload.loading import LoadPlan, LoadReport
     from streamload.loading.keys import Keys
 
-console = Console(soft_wrap=True, highlight=False)
+# A pipe has no width: names stay in one piece there, so that they can be searched for.
+console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+
+
+def plain(text: str) -> str:
+    """``text`` with its control characters spelled out: names come from files, and must not steer a terminal."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def size(nbytes: float) -> str:
@@ -29,16 +35,16 @@ def size(nbytes: float) -> str:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    click.echo(json.dumps(value, indent=2))
+    console.out(json.dumps(value, indent=2))
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Print two columns without frames. File and tensor names are shown as they are, never as markup."""
-    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table = Table(title=Text(plain(title)), title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(label, Text(value))
+        table.add_row(label, Text(plain(value)))
     console.print(table)
 
 
@@ -49,17 +55,17 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     for position, header in enumerate(headers):
         table.add_column(header, justify="right" if position in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(plain(value)) for value in row))
     console.print(table)
 
 
-def key_rows(keys: Keys, known: Sequence[str] = ()) -> list[tuple[str, str]]:
+def key_rows(keys: Keys) -> list[tuple[str, str]]:
     """What became of the names, in rows."""
     from streamload.loading.keys import summarise
 
     rows = []
     if keys.missing_keys:
-        rows.append((f"missing ({len(keys.missing_keys)})", summarise(keys.missing_keys, known)))
+        rows.append((f"missing ({len(keys.missing_keys)})", summarise(keys.missing_keys, keys.known)))
     if keys.unexpected_keys:
         rows.append((f"unexpected ({len(keys.unexpected_keys)})", summarise(keys.unexpected_keys)))
     rows += [
@@ -84,7 +90,7 @@ def plan_rows(plan: LoadPlan) -> list[tuple[str, str]]:
     forecast = plan.forecast
     return [
         ("tensors", f"{len(plan.placements):,} to place, {size(plan.bytes_to_read)} to read"),
-        *key_rows(plan, plan.known),
+        *key_rows(plan),
         ("parameters", size(forecast.params_bytes)),
         ("staging", f"at most {size(forecast.staging_bytes)} ({plan.threads} threads)"),
         ("peak", size(forecast.peak_bytes)),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from streamload.checkpoint import Checkpoint
 from streamload.embedder.folder import Recipe, read_recipe
+from streamload.errors import LoadError
 from streamload.integrations.transformers import build_model, folder_of, load_tokenizer
 from streamload.loading import LoadReport, Progress, load
 from streamload.loading.targets import dtype_code, torch_dtype
@@ -26,6 +27,9 @@ class Embedder:
         self.recipe = recipe
         self.report = report
         """What loading the model took."""
+        positions = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
+        self.max_tokens: int = recipe.max_tokens or min(positions, tokenizer.model_max_length)
+        """Texts are cut at this many tokens."""
 
     @classmethod
     def from_pretrained(
@@ -48,6 +52,8 @@ class Embedder:
         folder = os.fspath(location)
         if not os.path.exists(folder):
             folder = folder_of(Checkpoint.open(folder, revision=revision))
+        if not os.path.isdir(folder):
+            raise LoadError(f"{folder}: expected the folder of an embedding model, found a file")
         recipe = read_recipe(folder)
         checkpoint = Checkpoint.open(recipe.body)
         own = torch_dtype(dtype_code(dtype)) if dtype is not None else None
@@ -61,8 +67,10 @@ class Embedder:
     def encode(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Tensor:
         """The vectors of ``texts``, fp32 [n, dim] on the CPU, in the order of the texts.
 
-        Texts are cut at the model's longest input. ``batch_size`` texts are computed at a time.
+        Texts are cut at ``max_tokens``. ``batch_size`` texts are computed at a time.
         """
+        if batch_size < 1:
+            raise LoadError(f"batch_size={batch_size}: expected at least one")
         wanted = [texts] if isinstance(texts, str) else list(texts)
         batches = [self._encode(wanted[at : at + batch_size]) for at in range(0, len(wanted), batch_size)]
         return torch.cat(batches) if batches else self._encode([""])[:0]
@@ -70,7 +78,7 @@ class Embedder:
     def _encode(self, texts: list[str]) -> Tensor:
         device = next(self.model.parameters()).device
         inputs = self.tokenizer(
-            texts, padding=True, truncation=True, max_length=self.recipe.max_tokens, return_tensors="pt"
+            texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(device)
         hidden = self.model(**inputs).last_hidden_state
         vectors = mean_pool(hidden, inputs["attention_mask"])

@@ -54,13 +54,27 @@ def read_recipe(folder: str) -> Recipe:
             )
     if not pooled:
         raise LoadError(f"{path}: names no Pooling module, so there is no vector for a text")
-    return Recipe(body, normalised, _max_tokens(body), tuple(applied))
+    _refuse_settings(os.path.join(folder, "config_sentence_transformers.json"), "default_prompt_name", "truncate_dim")
+    max_tokens = _refuse_settings(os.path.join(body, "sentence_bert_config.json"), "do_lower_case").get(
+        "max_seq_length"
+    )
+    return Recipe(body, normalised, max_tokens if isinstance(max_tokens, int) else None, tuple(applied))
+
+
+def _refuse_settings(path: str, *keys: str) -> dict[str, Any]:
+    """The settings in the file ``path``, none if it is not there; one of ``keys`` among them is an error."""
+    settings = _object(path) if os.path.exists(path) else {}
+    for key in keys:
+        if settings.get(key):
+            raise LoadError(
+                f"{path}: sets {key} to {settings[key]!r}, which this version cannot apply; leaving it out would give "
+                "other vectors"
+            )
+    return settings
 
 
 def _pooling_mode(path: str) -> str:
-    config = _json(path)
-    if not isinstance(config, dict):
-        raise LoadError(f"{path}: expected an object")
+    config = _object(path)
     mode = config.get("pooling_mode") or [
         key.removeprefix("pooling_mode_").removesuffix("_tokens")
         for key, value in config.items()
@@ -72,10 +86,11 @@ def _pooling_mode(path: str) -> str:
     return "mean"
 
 
-def _max_tokens(body: str) -> int | None:
-    path = os.path.join(body, "sentence_bert_config.json")
-    value = _json(path).get("max_seq_length") if os.path.exists(path) else None
-    return value if isinstance(value, int) else None
+def _object(path: str) -> dict[str, Any]:
+    value = _json(path)
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
 
 
 def _json(path: str) -> Any:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
+#: Without the second, transformers asks on the terminal whether to run the code that lies in the folder.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
 
 def folder_of(checkpoint: Checkpoint) -> str:
     """The folder in which ``config.json`` and the tokenizer lie."""
@@ -50,7 +53,7 @@ def load_tokenizer(folder: str) -> Any:
     """The tokenizer that lies in ``folder``. Raises LoadError when there is none that transformers can read."""
     transformers = _library()
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
         raise LoadError(f"{folder}: no tokenizer: {_first_line(error)}") from error
 
@@ -61,7 +64,7 @@ def _config(folder: str) -> Any:
         raise LoadError(f"{path}: not there, so the class of the model is not known")
     transformers = _library()
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:
         version = transformers.__version__
         raise LoadError(f"{path}: not a config that transformers {version} knows: {_first_line(error)}") from error
@@ -71,9 +74,10 @@ def _class(config: Any, folder: str, base: bool) -> Any:
     transformers = _library()
     if base or not config.architectures:
         try:
-            return transformers.AutoModel._model_mapping[type(config)]
+            found = transformers.AutoModel._model_mapping[type(config)]
         except KeyError:
             raise LoadError(f"{folder}: transformers has no base model for {type(config).__name__}") from None
+        return found[0] if isinstance(found, tuple) else found  # Funnel has two, the full one first
     name = config.architectures[0]
     found = getattr(transformers, name, None)
     if found is None:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from streamload.checkpoint import Checkpoint
 from streamload.errors import BudgetError, LoadError, SourceError
-from streamload.loading.execute import Difference, Execution, make_room
+from streamload.loading.execute import Difference, Execution, make_room, needs_windows
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, unmark
@@ -67,19 +67,14 @@ def plan(
     ``model`` may also be a table ``{name: (dtype, shape)}``. Names that do not fit are listed in the plan, not raised.
     Raises CheckpointError, MappingError, and BudgetError when ``memory_limit`` is too small to work with.
     """
-    return _prepare(
-        model,
-        weights,
-        mapper,
-        ignore_unexpected,
-        ignore_missing,
-        device,
-        dtype,
-        memory_limit,
-        backend,
-        threads,
-        recorder,
-    ).plan
+    options = _Options(
+        mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, progress, recorder
+    )
+    prepared = _prepare(model, weights, options)
+    made = prepared.plan
+    if not needs_windows(made, prepared.targets, prepared.device):
+        made.forecast = made.forecast._replace(staging_bytes=FIXED_OVERHEAD)
+    return made
 
 
 def load(
@@ -120,27 +115,62 @@ def load(
     far the load had come. The frames of streamload that such an exception holds are cleared, so that it pins no memory.
     """
     try:
-        with quiet_collector() as spare:
-            prepared = _prepare(
-                model,
-                weights,
-                mapper,
-                ignore_unexpected,
-                ignore_missing,
-                device,
-                dtype,
-                memory_limit,
-                backend,
-                threads,
-                recorder,
-            )
-            spare()
-            return _load(prepared, model, strict=strict, progress=progress, keep_ties=not untie)
+        options = (mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, progress, recorder)
+        return _load(model, weights, _Options(*options), strict=strict, untie=untie)
     except BaseException as error:
-        prepared = None
-        del model, weights, mapper, progress, prepared
+        del model, weights, mapper, progress, options
         _clear_frames(error)
         raise
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What ``plan`` and ``load`` have in common."""
+
+    mapper: Any
+    ignore_unexpected: Iterable[str]
+    ignore_missing: Iterable[str]
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    memory_limit: int | str
+    backend: str
+    threads: int | None
+    progress: Callable[[Progress], None] | None
+    recorder: None
+
+    def __post_init__(self) -> None:
+        if self.backend not in _BACKENDS:
+            raise LoadError(f"backend={self.backend!r}: expected one of {', '.join(_BACKENDS)}")
+        if self.recorder is not None:
+            raise LoadError("recorder: the flight recorder is not part of this version yet")
+        if self.threads is not None and self.threads < 1:
+            raise LoadError(f"threads={self.threads}: expected at least one")
+        if self.progress is not None and not callable(self.progress):
+            raise LoadError(f"progress: expected a callable that takes a Progress, found {self.progress!r}")
+
+    @property
+    def where(self) -> torch.device | None:
+        """The device, checked."""
+        try:
+            return None if self.device is None else torch.device(self.device)
+        except RuntimeError as error:
+            raise LoadError(f"device {self.device!r} is not known: {error}") from error
+
+    @property
+    def code(self) -> str | None:
+        """The dtype's code, checked."""
+        return None if self.dtype is None else dtype_code(self.dtype)
+
+    @property
+    def name_map(self) -> NameMap | None:
+        """The mapper as a function."""
+        mapper = self.mapper
+        if mapper is None:
+            return None
+        found = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
+        if not callable(found):
+            raise LoadError(f"mapper: expected a callable or an object with map_name, found {type(mapper).__name__}")
+        return found  # type: ignore[no-any-return]
 
 
 class _Prepared(NamedTuple):
@@ -150,37 +180,20 @@ class _Prepared(NamedTuple):
     started: float
 
 
-def _prepare(
-    model: nn.Module | Table,
-    weights: str | os.PathLike[str] | Checkpoint,
-    mapper: Any,
-    ignore_unexpected: Iterable[str],
-    ignore_missing: Iterable[str],
-    device: torch.device | str | None,
-    dtype: torch.dtype | str | None,
-    memory_limit: int | str,
-    backend: str,
-    threads: int | None,
-    recorder: None,
-) -> _Prepared:
+def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpoint, options: _Options) -> _Prepared:
     started = time.perf_counter()
-    if backend not in _BACKENDS:
-        raise LoadError(f"backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
-    if recorder is not None:
-        raise LoadError("recorder: the flight recorder is not part of this version yet")
-    code = dtype_code(dtype) if dtype is not None else None
-    where = torch.device(device) if device is not None else None
+    device = options.where
     with quiet_collector():
-        targets = _targets(model, code)
+        targets = _targets(model, options.code)
         made = make_plan(
             weights if isinstance(weights, Checkpoint) else _open(weights),
             targets,
-            name_map=_name_map(mapper),
-            ignore_unexpected=ignore_unexpected,
-            ignore_missing=ignore_missing,
+            name_map=options.name_map,
+            ignore_unexpected=options.ignore_unexpected,
+            ignore_missing=options.ignore_missing,
         )
-    _forecast(made, targets, memory_limit, threads)
-    return _Prepared(made, targets, where, started)
+    _forecast(made, targets, options)
+    return _Prepared(made, targets, device, started)
 
 
 def _targets(model: nn.Module | Table, dtype: str | None) -> Targets:
@@ -197,25 +210,14 @@ def _open(weights: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint.open(weights)
 
 
-def _name_map(mapper: Any) -> NameMap | None:
-    if mapper is None:
-        return None
-    found = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
-    if not callable(found):
-        raise LoadError(f"mapper: expected a callable or an object with map_name, found {type(mapper).__name__}")
-    return found  # type: ignore[no-any-return]
-
-
-def _forecast(made: LoadPlan, targets: Targets, memory_limit: int | str, threads: int | None) -> None:
+def _forecast(made: LoadPlan, targets: Targets, options: _Options) -> None:
     """Divide the budget into windows and say what the load will take."""
     params = sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
     still_to_come = params if any(tensor.is_meta for tensor in targets.tensors.values()) else 0
-    budget = resolve_budget(memory_limit, max(0, Limits.read().available - still_to_come))
-    if memory_limit == "auto":
-        budget = max(budget, FIXED_OVERHEAD * 2)
-    if threads is not None and threads < 1:
-        raise LoadError(f"threads={threads}: expected at least one")
-    made.threads, made.window = split_budget(budget, threads or default_threads())
+    budget = resolve_budget(options.memory_limit, max(0, Limits.read().available - still_to_come))
+    if options.memory_limit == "auto":
+        budget = max(budget, FIXED_OVERHEAD * 2)  # little is left, and less would not work
+    made.threads, made.window = split_budget(budget, options.threads or default_threads())
     made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
 
 
@@ -225,26 +227,37 @@ def default_threads() -> int:
 
 
 def _load(
+    model: nn.Module, weights: str | os.PathLike[str] | Checkpoint, options: _Options, *, strict: bool, untie: bool
+) -> LoadReport:
+    if not isinstance(model, nn.Module):
+        raise LoadError(f"model: expected an nn.Module to load into, found {type(model).__name__}")
+    with quiet_collector() as spare:
+        prepared = _prepare(model, weights, options)
+        spare()
+        report = _report(prepared.plan)
+        if strict:
+            _refuse_misfits(prepared.plan, prepared.targets, model, report)
+        unmark(model)
+        _execute(prepared, model, report, options.progress, untie)
+    return report
+
+
+def _execute(
     prepared: _Prepared,
     model: nn.Module,
-    *,
-    strict: bool,
+    report: LoadReport,
     progress: Callable[[Progress], None] | None,
-    keep_ties: bool,
-) -> LoadReport:
+    untie: bool,
+) -> None:
     made, targets, device, started = prepared
-    report = _report(made)
-    if strict:
-        _refuse_misfits(made, targets, model, report)
-    unmark(model)
     teller = _Teller(made, progress) if progress is not None else None
-    execution = Execution(made, targets, teller)
     before = _resident(made, targets)
     with Meter() as meter:
+        execution = Execution(made, targets, meter, teller)
         try:
             make_room(targets, dict.fromkeys(placement.target for placement in made.placements), device)
             differences = execution.run()
-            _settle_ties(differences, execution, report, keep_ties)
+            _settle_ties(differences, execution, report, untie)
             _check_written(execution.ledger)
         except BaseException as error:
             place = _where(error, execution)
@@ -258,7 +271,6 @@ def _load(
             meter.sample()
             trim()
     _fill(report, execution.ledger, before + meter.growth, started)
-    return report
 
 
 def _report(made: LoadPlan) -> LoadReport:
@@ -293,14 +305,14 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
         )
 
 
-def _settle_ties(differences: list[Difference], execution: Execution, report: LoadReport, keep_ties: bool) -> None:
+def _settle_ties(differences: list[Difference], execution: Execution, report: LoadReport, untie: bool) -> None:
     apart = {difference.copy.alias for difference in differences}
     report.notes += [
         f"{copy.alias}: stored as well as {copy.target}, with equal values; they stay tied"
         for copy in execution.plan.copies
         if copy.alias not in apart
     ]
-    if differences and keep_ties:
+    if differences and not untie:
         copy, largest = differences[0]
         raise LoadError(
             f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint (by up to {largest:g}; "

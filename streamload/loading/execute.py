@@ -15,8 +15,9 @@ from streamload.loading.ledger import Ledger
 from streamload.loading.placement import Placement, Region, pieces
 from streamload.loading.planning import Copy, LoadPlan
 from streamload.loading.targets import Targets, torch_dtype
+from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
-from streamload.sources.direct import FileReads, read_files
+from streamload.sources.direct import FileReads, file_in_cache, read_files
 from streamload.sources.staging import Staging, StagingPool
 from streamload.sources.system import BLOCK
 
@@ -70,6 +71,16 @@ def untie(targets: Targets, alias: str) -> None:
     _replace(targets, alias, old, torch.empty_like(old, requires_grad=False))
 
 
+def needs_windows(plan: LoadPlan, targets: Targets, device: torch.device | None) -> bool:
+    """Whether carrying out ``plan`` would go through staging windows, as the page cache is now."""
+    to_device = device is not None and device.type != "cpu"
+    if plan.casts or plan.copies or to_device or any(placement.spec.strides for placement in plan.placements):
+        return True
+    if any(not (tensor.is_meta or targets.specs[name].address) for name, tensor in targets.tensors.items()):
+        return True
+    return not all(file_in_cache(path) for path in {placement.spec.file for placement in plan.placements})
+
+
 class Difference(NamedTuple):
     """A stored copy of a tied parameter that is not what was written."""
 
@@ -80,12 +91,15 @@ class Difference(NamedTuple):
 class Execution:
     """One run of a plan. ``ledger`` tells how far it came, also after a failure."""
 
-    def __init__(self, plan: LoadPlan, targets: Targets, on_progress: Callable[[Ledger], None] | None) -> None:
+    def __init__(
+        self, plan: LoadPlan, targets: Targets, meter: Meter, on_progress: Callable[[Ledger], None] | None
+    ) -> None:
         self.plan = plan
         self.targets = targets
         self.compared = [Placement(copy.spec, copy.target) for copy in plan.copies]
         self.placements = [*plan.placements, *self.compared]
         self.ledger = Ledger(self.placements)
+        self._meter = meter
         self._on_progress = on_progress
 
     def run(self) -> list[Difference]:
@@ -111,6 +125,7 @@ class Execution:
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
         read_files(reads, pool.windows, self._book)
+        self._meter.sample()  # while the windows are still there
 
     def _book(self, path: str, reads: list[Read], bytes_read: int) -> None:
         self.ledger.book(reads, bytes_read)

@@ -47,6 +47,8 @@ class Keys:
     notes: list[str] = field(default_factory=list)
     prefix: str = ""
     """What was put before the checkpoint's names."""
+    known: list[str] = field(default_factory=list, repr=False)
+    """All names of the module."""
 
     @property
     def ok(self) -> bool:
@@ -66,12 +68,13 @@ class Keys:
             "prefix": self.prefix,
         }
 
-    def problems(self, known: Collection[str] = ()) -> list[str]:
-        """One line for each kind of problem with its names; ``known`` are all names of the module."""
+    def problems(self) -> list[str]:
+        """One line for each kind of problem with its names."""
         lines = []
-        for title, names in (("missing", self.missing_keys), ("unexpected", self.unexpected_keys)):
-            if names:
-                lines.append(f"{len(names)} {title}: {summarise(names, known if title == 'missing' else ())}")
+        if self.missing_keys:
+            lines.append(f"{len(self.missing_keys)} missing: {summarise(self.missing_keys, self.known)}")
+        if self.unexpected_keys:
+            lines.append(f"{len(self.unexpected_keys)} unexpected: {summarise(self.unexpected_keys)}")
         for mismatch in self.mismatched_keys[:_SHOWN]:
             lines.append(
                 f"mismatched: {mismatch.name}: expected {mismatch.expected}, found {mismatch.found} in {mismatch.file}"
@@ -133,7 +136,7 @@ def _range(numbers: list[str]) -> str:
 
 def prefix_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
     """A guess at the prefix by which two lists of names differ, or ``None``."""
-    wanted = set(missing)
+    wanted = dict.fromkeys(missing)
     strips: Counter[str] = Counter()
     adds: Counter[str] = Counter()
     endings = {_ending(name, skip): name[: len(name) - len(_ending(name, skip))] for name in wanted for skip in (1, 2)}

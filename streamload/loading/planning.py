@@ -26,7 +26,8 @@ class Forecast(NamedTuple):
     params_bytes: int
     """Parameters and buffers that will be filled, in the dtypes that they will have."""
     staging_bytes: int
-    """At most this much beyond them: windows for reading, threads, the books."""
+    """Beyond them: windows for reading, threads, the books. Files that lie in the page cache are read without windows,
+    so ``plan`` looks there; if the cache loses them meanwhile, a load takes ``threads`` times ``window`` bytes more."""
 
     @property
     def peak_bytes(self) -> int:

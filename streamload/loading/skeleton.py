@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-
-_TWIN = "_streamload_twin"
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @contextmanager
@@ -21,30 +21,24 @@ def skeleton() -> Iterator[None]:
     ``torch.nn`` does that before it draws initial values, so no memory is touched. Other threads are not affected.
     """
     thread = threading.get_ident()
-    original = nn.Module.register_parameter
+    twins: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param)
-        stored = self._parameters.get(name)
-        if stored is not None and threading.get_ident() == thread:
-            self._parameters[name] = _on_meta(stored)
+    def move(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter:
+        if threading.get_ident() != thread or param.is_meta or is_lazy(param):
+            return param
+        if param not in twins:  # the same parameter registered a second time is a tie
+            twins[param] = _on_meta(param)
+        return twins[param]
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        handle.remove()
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    if param.is_meta or is_lazy(param):
-        return param
-    twin = getattr(param, _TWIN, None)  # the same parameter registered a second time is a tie
-    if twin is None:
-        attributes = dict(param.__dict__)
-        twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        twin.__class__ = param.__class__
-        twin.__dict__.update(attributes)
-        setattr(param, _TWIN, twin)
-    assert isinstance(twin, nn.Parameter)
+    twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    twin.__class__ = param.__class__
+    twin.__dict__ = param.__dict__  # one dict, so that attributes set on ``param`` later reach the module too
     return twin

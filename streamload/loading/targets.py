@@ -128,7 +128,7 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
     def add(name: str, tensor: Tensor) -> None:
         try:
             pointer = tensor.data_ptr()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise _no_memory(name, tensor) from error
         first = firsts.setdefault(pointer or -id(tensor), name)
         if first is not name and _is_one(tensor, tensors[first]):
@@ -142,7 +142,10 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
             shape = (*shape[:-1], shape[-1] * 2)
         if dtype is not None and code in FLOATS:
             wanted = dtype
-        address = pointer if wanted == code and tensor.is_cpu and tensor.is_contiguous() else 0
+        dense = tensor.is_contiguous()
+        if not dense and 0 in tensor.stride():
+            raise LoadError(f"{name} has elements that share memory (shape {list(shape)}, strides {list(tensor.stride())})")
+        address = pointer if dense and wanted == code and tensor.is_cpu else 0
         specs[name] = new(Target, (name, wanted, shape, address))
         tensors[name] = tensor
 

@@ -29,10 +29,10 @@ def resolve_budget(memory_limit: int | str, available: int) -> int:
     if memory_limit == "auto":
         return min(AUTO_MAX, available // 4)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(memory_limit))
-    if match and match[2] == "%":
+    if match and match[2] == "%" and 0 < float(match[1]) <= 100:
         return int(available * float(match[1]) / 100)
-    if match and match[2].upper() in _UNITS and float(match[1]) > 0:
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if match and match[2].upper() in _UNITS and (nbytes := int(float(match[1]) * _UNITS[match[2].upper()])):
+        return nbytes
     raise BudgetError(
         f'memory_limit={memory_limit!r}: expected "auto", bytes, a size such as "32MiB", or a share such as "10%"'
     )

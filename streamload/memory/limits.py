@@ -78,12 +78,12 @@ def _own_groups(root: str) -> Iterator[tuple[int, str, str]]:
     for line in _lines(os.path.join(root, "proc/self/mountinfo")):
         left, _, right = line.partition(" - ")
         mount_root, mount = left.split()[3:5]
-        kind, _, options = right.split()[:3]
+        kind, *_, options = right.split()  # what lies between, the source, may be empty
         version = 2 if kind == "cgroup2" else 1 if kind == "cgroup" and "memory" in options.split(",") else 0
         if version in paths:
             # Inside a container the path can be told from the host's root while the mount starts at the container's.
             path = paths[version].removeprefix(mount_root if mount_root != "/" else "")
-            base = os.path.join(root, mount.lstrip("/"))
+            base = os.path.normpath(os.path.join(root, mount.lstrip("/")))
             folder = os.path.normpath(os.path.join(base, path.lstrip("/")))
             yield version, folder if os.path.isdir(folder) else base, base
 

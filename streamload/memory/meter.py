@@ -93,7 +93,7 @@ def _page_runs(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The pages under ``ranges`` as (first, end) addresses; neighbours in one run, since each costs a system call."""
     first = end = 0
     for address, nbytes in sorted(ranges):
-        if address > end + PAGE:
+        if address >= end + PAGE:
             if end:
                 yield first, end
             first = address - address % PAGE

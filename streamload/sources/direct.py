@@ -17,7 +17,7 @@ from typing import NamedTuple
 from streamload.errors import SourceError
 from streamload.sources.batches import Batch, Read, batches
 from streamload.sources.staging import Staging
-from streamload.sources.system import BLOCK, DONTCACHE, O_DIRECT, cached, copy_memory, read_at
+from streamload.sources.system import BLOCK, DONTCACHE, O_DIRECT, cached, copy_memory, read_at, wholly_cached
 
 #: Bytes that a thread takes on at a time. Reads from the page cache need no memory, so this may exceed the window.
 JOB = 8 * 1024 * 1024
@@ -53,6 +53,15 @@ def read_files(
         crew.run(on_done)
     finally:
         crew.close()
+
+
+def file_in_cache(path: str) -> bool:
+    """Whether the whole file lies in the page cache, so that reading it needs no staging."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return wholly_cached(file.fileno(), 0, os.fstat(file.fileno()).st_size) is True
+    except OSError:
+        return False  # reading it will tell why
 
 
 class _Crew:

@@ -55,18 +55,24 @@ def cached(fd: int, offset: int, length: int) -> bool | None:
     """Whether the range of the file lies in the page cache, judged from its start, middle and end.
 
     ``None`` when the kernel cannot tell (before Linux 6.5). A whole range is not asked for: walking the pages of warm
-    memory would cost a tenth of the time it takes to copy them, and a wrong answer only costs speed.
+    memory can cost a tenth of the time it takes to copy them, and a wrong answer only costs speed.
     """
     probes = {offset, offset + (length - _PROBE) // 2, offset + length - _PROBE}
     for start in (offset,) if length <= _PROBE else sorted(probes):
-        first = start - start % BLOCK
-        size = -(-(min(start + _PROBE, offset + length) - first) // BLOCK) * BLOCK
-        wanted, found = _Range(first, size), _CacheStat()
-        if _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0):
-            return None
-        if found.cached * BLOCK < size:
-            return False
+        known = wholly_cached(fd, start, min(_PROBE, offset + length - start))
+        if not known:
+            return known
     return True
+
+
+def wholly_cached(fd: int, offset: int, length: int) -> bool | None:
+    """Whether every page of the range lies in the page cache; ``None`` when the kernel cannot tell."""
+    first = offset - offset % BLOCK
+    size = -(-(offset + length - first) // BLOCK) * BLOCK
+    wanted, found = _Range(first, size), _CacheStat()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0):
+        return None
+    return bool(found.cached * BLOCK >= size)
 
 
 def read_at(fd: int, offset: int, buffers: list[int], *, flags: int = 0) -> int:

@@ -1,0 +1,5 @@
+"""``python -m streamload``: the command line."""
+
+from streamload.cli import main
+
+main()

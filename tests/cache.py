@@ -1,0 +1,32 @@
+"""Put files into the page cache, or out of it, and see which is true."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamload.sources.system import wholly_cached
+
+
+def evict(path: Path | str) -> None:
+    """Write the file back and drop its pages."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def warm(path: Path | str) -> None:
+    """Read the file, so that its pages are in the cache."""
+    buffer = bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def in_cache(path: Path | str) -> bool | None:
+    """Whether all of the file is in the page cache; ``None`` where the kernel cannot tell."""
+    with open(path, "rb") as file:
+        return wholly_cached(file.fileno(), 0, os.path.getsize(path))
