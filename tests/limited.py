@@ -48,6 +48,12 @@ def run_limited(command: list[str], limit: int, *, timeout: float = 120) -> Outc
         _remove(group)
 
 
+def own_usage() -> int:
+    """Bytes charged to our own group now."""
+    version, own = _own_group()
+    return int((own / ("memory.usage_in_bytes" if version == 1 else "memory.current")).read_text())
+
+
 def _own_group() -> tuple[int, Path]:
     paths = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-#: Code -> bits of one element. The codes are those of the safetensors format (safetensors 0.8, ``Dtype``).
+#: Code -> bits of one element. The codes are those of the safetensors format (safetensors 0.8, ``Dtype``); C128, which
+#: it lacks, is for files of torch.save.
 BITS: dict[str, int] = {
     "F4": 4,
     "F6_E2M3": 6,

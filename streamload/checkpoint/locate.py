@@ -124,7 +124,7 @@ class _Folder:
             return self._chosen(family, None, f"not part of {family[0]} and its family")
         loose = [name for name in names if not _is_index(name, (*SAFETENSORS, *TORCH))]
         plain = [name for name in loose if not _VARIANT.search(name)] or loose
-        return self._chosen(plain, None, "a variant of other files here") if plain else None
+        return self._chosen(plain, None, "another variant or format of the files taken") if plain else None
 
     def _families(self, names: list[str]) -> dict[_Family, dict[int, str]]:
         families: dict[_Family, dict[int, str]] = defaultdict(dict)

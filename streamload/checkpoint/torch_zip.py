@@ -8,8 +8,10 @@ of any other file, piece by piece.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import pickletools
 import re
 import zipfile
 import zlib
@@ -40,6 +42,8 @@ _STORAGES = {
 
 #: What zipfile raises for an archive with wrong bytes in it.
 _DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, zlib.error)
+
+_COMPRESSED = "the archive is compressed, but torch.save stores records as they are"
 
 #: Names of torch's dtypes and storages.
 _KIND = re.compile(r"\w+Storage|[a-z]+\d+\w*")
@@ -91,9 +95,12 @@ def _read_archive(file: IO[bytes], archive: zipfile.ZipFile, path: str) -> tuple
         )
     root = pickles[0].filename.removesuffix("data.pkl")
     _check_order(archive, root, path)
-    unpickler = _Describe(archive, pickles[0], path)
+    if pickles[0].compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(f"{path}: {_COMPRESSED}", path=path)
+    pickled = archive.read(pickles[0])
     try:
-        content = unpickler.load()
+        _check_memo(pickled)
+        content = _Describe(pickled, path).load()
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # a damaged pickle can raise anything; all of it means the same to the reader
@@ -109,6 +116,13 @@ def _check_order(archive: zipfile.ZipFile, root: str, path: str) -> None:
         raise CheckpointError(
             f"{path}: written on a big-endian machine; save it again on a little-endian one", path=path
         )
+
+
+def _check_memo(pickled: bytes) -> None:
+    """Refuse numbers in the pickle's memo that no honest one has: Python makes room for all up to the largest."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("LONG_BINPUT", "PUT") and argument > len(pickled):  # type: ignore[operator]
+            raise pickle.UnpicklingError(f"memo number {argument:,} in a pickle of {len(pickled):,} bytes")
 
 
 class _Storage(NamedTuple):
@@ -132,8 +146,8 @@ class _View(NamedTuple):
 class _Describe(pickle.Unpickler):
     """Unpickles to descriptions. Nothing that the file names is imported or called."""
 
-    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> None:
-        super().__init__(archive.open(info))
+    def __init__(self, pickled: bytes, path: str) -> None:
+        super().__init__(io.BytesIO(pickled))
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
@@ -190,6 +204,8 @@ def _tensor_v3(
     if any(type(number) is not int or number < 0 for number in numbers):
         raise pickle.UnpicklingError(f"a tensor with sizes and strides {numbers}")
     pending = tuple(str(key) for key, value in (metadata or {}).items() if value)
+    if 0 in shape:
+        start = 0  # torch lets an empty slice begin past the end of its storage
     return _View(storage, dtype, start, tuple(shape), tuple(strides), pending)
 
 
@@ -312,7 +328,7 @@ class _Records:
         except KeyError:
             raise self._error(f"tensor {tensor!r} needs the record data/{key}, which is missing", tensor) from None
         if info.compress_type != zipfile.ZIP_STORED:
-            raise self._error("the archive is compressed, but torch.save stores records as they are", tensor)
+            raise self._error(_COMPRESSED, tensor)
         self._file.seek(info.header_offset)
         local = self._file.read(30)  # the name and the extra field behind it differ from those in the directory
         if len(local) < 30 or not local.startswith(b"PK\x03\x04"):

@@ -45,11 +45,12 @@ def command(
     lenient: bool,
 ) -> None:
     """Load the checkpoint at LOCATION into the class that its config.json names, and print the report."""
+    checkpoint = Checkpoint.open(location, revision=revision)  # before torch is imported: a wrong path is told at once
+
     from streamload.integrations.transformers import build_model
     from streamload.loading import load, plan
     from streamload.loading.targets import dtype_code, torch_dtype
 
-    checkpoint = Checkpoint.open(location, revision=revision)
     own = torch_dtype(dtype_code(dtype)) if dtype is not None else None
     model = build_model(checkpoint, base=base, dtype=own)
     forecast = plan(model, checkpoint, device=device, memory_limit=memory_limit, threads=threads).forecast

@@ -40,10 +40,11 @@ def command(
     A folder without config.json, or a single file, is planned against its own catalog: then only sizes are told. Exit code
     1 when names do not fit, or when the host has less memory than the forecast.
     """
+    checkpoint = Checkpoint.open(location, revision=revision)  # before torch is imported: a wrong path is told at once
+
     from streamload.loading import plan
     from streamload.memory import Limits
 
-    checkpoint = Checkpoint.open(location, revision=revision)
     model, title = _target(checkpoint, dtype, base)
     made = plan(model, checkpoint, dtype=dtype, device=device, memory_limit=memory_limit, threads=threads)
     binding = Limits.read().binding

@@ -37,11 +37,12 @@ def read_recipe(folder: str) -> Recipe:
         raise LoadError(f"{path}: expected a list of modules")
     for position, module in enumerate(modules):
         kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
-        place = os.path.join(folder, module["path"]) if kind and isinstance(module.get("path"), str) else folder
+        path_inside = module.get("path") if kind else None
+        place = os.path.join(folder, path_inside) if path_inside and isinstance(path_inside, str) else folder
         if kind == "Transformer" and position == 0:
             body = place
             applied.append(kind)
-        elif kind == "Pooling" and not pooled:
+        elif kind == "Pooling" and applied and not pooled:
             pooled = True
             applied.append(f"{kind} ({_pooling_mode(os.path.join(place, 'config.json'))})")
         elif kind == "Normalize" and pooled and not normalised:

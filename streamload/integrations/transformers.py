@@ -53,9 +53,14 @@ def load_tokenizer(folder: str) -> Any:
     """The tokenizer that lies in ``folder``. Raises LoadError when there is none that transformers can read."""
     transformers = _library()
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
         raise LoadError(f"{folder}: no tokenizer: {_first_line(error)}") from error
+    # Without its files transformers makes a tokenizer that knows no word, and says nothing.
+    files = list(dict.fromkeys([*tokenizer.vocab_files_names.values(), "tokenizer.json"]))
+    if tokenizer.vocab_files_names and not any(os.path.exists(os.path.join(folder, name)) for name in files):
+        raise LoadError(f"{folder}: no tokenizer: none of {', '.join(files)} is there")
+    return tokenizer
 
 
 def _config(folder: str) -> Any:

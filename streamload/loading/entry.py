@@ -177,6 +177,8 @@ class _Prepared(NamedTuple):
     plan: LoadPlan
     targets: Targets
     device: torch.device | None
+    resident: int
+    """Bytes of the targets that are in host memory already."""
     started: float
 
 
@@ -192,8 +194,9 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
             ignore_unexpected=options.ignore_unexpected,
             ignore_missing=options.ignore_missing,
         )
-    _forecast(made, targets, options)
-    return _Prepared(made, targets, device, started)
+        already = _resident(made, targets)
+    _forecast(made, already, options)
+    return _Prepared(made, targets, device, already, started)
 
 
 def _targets(model: nn.Module | Table, dtype: str | None) -> Targets:
@@ -210,11 +213,11 @@ def _open(weights: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint.open(weights)
 
 
-def _forecast(made: LoadPlan, targets: Targets, options: _Options) -> None:
-    """Divide the budget into windows and say what the load will take."""
+def _forecast(made: LoadPlan, already: int, options: _Options) -> None:
+    """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
     params = sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
-    still_to_come = params if any(tensor.is_meta for tensor in targets.tensors.values()) else 0
-    budget = resolve_budget(options.memory_limit, max(0, Limits.read().available - still_to_come))
+    left = Limits.read().available - max(0, params - already)
+    budget = resolve_budget(options.memory_limit, max(0, left))
     if options.memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD * 2)  # little is left, and less would not work
     made.threads, made.window = split_budget(budget, options.threads or default_threads())
@@ -249,9 +252,8 @@ def _execute(
     progress: Callable[[Progress], None] | None,
     untie: bool,
 ) -> None:
-    made, targets, device, started = prepared
+    made, targets, device, already, started = prepared
     teller = _Teller(made, progress) if progress is not None else None
-    before = _resident(made, targets)
     with Meter() as meter:
         execution = Execution(made, targets, meter, teller)
         try:
@@ -262,7 +264,7 @@ def _execute(
         except BaseException as error:
             place = _where(error, execution)
             mark(model, f"{type(error).__name__} {place}")
-            _fill(report, execution.ledger, before + meter.growth, started)
+            _fill(report, execution.ledger, already + meter.growth, started)
             if not _is_ours(error, teller):
                 error.add_note(f"streamload: this {type(model).__name__} is only partly loaded: it broke off {place}")
                 raise
@@ -270,7 +272,7 @@ def _execute(
         finally:
             meter.sample()
             trim()
-    _fill(report, execution.ledger, before + meter.growth, started)
+    _fill(report, execution.ledger, already + meter.growth, started)
 
 
 def _report(made: LoadPlan) -> LoadReport:
@@ -333,7 +335,9 @@ def _check_written(ledger: Ledger) -> None:
 
 
 def _resident(made: LoadPlan, targets: Targets) -> int:
-    """Bytes of the targets to be filled that are in host memory already."""
+    """Bytes of the targets to be filled that are in host memory already; 0 for a table."""
+    if targets.module is None:
+        return 0
     specs = targets.specs
     ranges = [(specs[name].address, spec.nbytes) for spec, name, _, _ in made.placements if specs[name].address]
     if len(ranges) < len(made.placements):

@@ -40,7 +40,10 @@ def test_a_web_page_instead_of_weights(tmp_path, name):
         (b"", ["the file is empty", "8 bytes of header length"]),
         (b"abc", ["has 3 bytes", "8 bytes of header length"]),
         ((1000).to_bytes(8, "little") + b"{}", ["header should take 1,000 bytes", "only 10 bytes in all"]),
-        ((1 << 63).to_bytes(8, "little") + b"{}", ["header should take 9,223,372,036,854,775,808 bytes", "only 10 bytes"]),
+        (
+            (1 << 63).to_bytes(8, "little") + b"{}",
+            ["header should take 9,223,372,036,854,775,808 bytes", "only 10 bytes"],
+        ),
         ((6).to_bytes(8, "little") + b'{"a":{', ["not valid JSON"]),
     ],
 )
@@ -51,8 +54,7 @@ def test_stumps(tmp_path, content, words):
 
 def test_other_formats_under_a_wrong_name_are_recognised(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "zip.safetensors")
-    assert_zip = refused(tmp_path / "zip.safetensors", "safetensors", ".bin")
-    assert "zip archive" in str(assert_zip)
+    refused(tmp_path / "zip.safetensors", "zip archive", "torch.save", ".bin")
     (tmp_path / "gguf.safetensors").write_bytes(b"GGUF\3\0\0\0" + bytes(16))
     refused(tmp_path / "gguf.safetensors", "GGUF file", "not safetensors")
 
@@ -84,11 +86,11 @@ def test_every_shard_is_measured_before_any_is_used(tmp_path):
     assert all(not parameter.any() for parameter in module.parameters())  # the good shards were not read either
 
 
-@pytest.mark.parametrize("cut", range(1, 90))
-def test_no_length_of_the_file_gets_through(tmp_path, cut):
+def test_no_shorter_length_gets_through(tmp_path):
     path = write_safetensors(tmp_path / "x.safetensors", {"a": torch.ones(2), "b": torch.ones(2)})
-    os.truncate(path, max(0, os.path.getsize(path) - cut))
-    refused(path)
+    for length in reversed(range(os.path.getsize(path))):
+        os.truncate(path, length)
+        refused(path)
 
 
 def _shrinking(tmp_path, name):
