@@ -49,9 +49,11 @@ def run_limited(command: list[str], limit: int, *, timeout: float = 120) -> Outc
 
 
 def own_usage() -> int:
-    """Bytes charged to our own group now."""
+    """Bytes charged to our own group now, without page cache, which can be taken back."""
     version, own = _own_group()
-    return int((own / ("memory.usage_in_bytes" if version == 1 else "memory.current")).read_text())
+    usage = int((own / ("memory.usage_in_bytes" if version == 1 else "memory.current")).read_text())
+    stat = dict(line.split() for line in (own / "memory.stat").read_text().splitlines())
+    return usage - int(stat["total_cache" if version == 1 else "file"])
 
 
 def _own_group() -> tuple[int, Path]:

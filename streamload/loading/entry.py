@@ -25,7 +25,7 @@ from streamload.loading.targets import Targets, dtype_code, module_targets, tabl
 from streamload.memory import Limits, Meter, resolve_budget
 from streamload.memory.collector import quiet_collector
 from streamload.memory.meter import resident_bytes, trim
-from streamload.sources.staging import FIXED_OVERHEAD, split_budget
+from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, split_budget
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]
 """``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
@@ -219,7 +219,7 @@ def _forecast(made: LoadPlan, already: int, options: _Options) -> None:
     left = Limits.read().available - max(0, params - already)
     budget = resolve_budget(options.memory_limit, max(0, left))
     if options.memory_limit == "auto":
-        budget = max(budget, FIXED_OVERHEAD * 2)  # little is left, and less would not work
+        budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
     made.threads, made.window = split_budget(budget, options.threads or default_threads())
     made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
 

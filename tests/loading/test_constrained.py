@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -29,8 +30,9 @@ def base(checkpoint) -> int:
     return json.loads(outcome.output)["usage"]
 
 
-def run(way: str, path: str, limit: int) -> Outcome:
-    outcome = run_limited([sys.executable, "-m", "tests.loading.constrained", way, path], limit)
+def run(way: str, path: str, limit: int, timeout: float = 120) -> Outcome:
+    command = [sys.executable, "-m", "tests.loading.constrained", way, path]
+    outcome = run_limited(command, limit, timeout=timeout)
     print(f"{way}: limit {limit / MiB:.0f} MiB, {'killed' if outcome.killed else outcome.output.strip()}")
     return outcome
 
@@ -44,12 +46,18 @@ def test_20_mib_to_spare(checkpoint, base):
     run("safe_open", checkpoint, base + PARAMS + 20 * MiB)
 
 
-def test_we_finish_where_load_file_is_killed(checkpoint, base):
-    for spare in (4, 3, 2):
+def test_we_finish_where_load_file_does_not(checkpoint, base):
+    """Mapped pages can be taken back, so the kernel either kills such a load or takes them away as fast as it maps them."""
+    for spare in (4, 3):
         limit = base + PARAMS + spare * MiB
-        if run("load_file", checkpoint, limit).killed:
+        try:
+            finished = not run("load_file", checkpoint, limit, timeout=15).killed
+        except subprocess.TimeoutExpired:
+            print("load_file: still at it after 15 s")
+            finished = False
+        if not finished:
             ours = run("streamload", checkpoint, limit)
             assert ours.code == 0, ours.output
             assert json.loads(ours.output)["wrong"] == []
             return
-    pytest.fail("load_file was never killed")
+    pytest.fail("load_file always finished")
