@@ -63,7 +63,7 @@ def write_sharded(folder: str | os.PathLike[str], shards: Mapping[str, Mapping[s
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The bytes of ``tensor`` in row-major order, whatever its dtype."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

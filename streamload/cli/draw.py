@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,7 +36,7 @@ def size(nbytes: float) -> str:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    console.out(json.dumps(value, indent=2))
+    click.echo(json.dumps(value, indent=2))  # past rich, which takes seconds for a large catalog
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:

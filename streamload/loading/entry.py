@@ -115,7 +115,18 @@ def load(
     far the load had come. The frames of streamload that such an exception holds are cleared, so that it pins no memory.
     """
     try:
-        options = (mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, progress, recorder)
+        options = (
+            mapper,
+            ignore_unexpected,
+            ignore_missing,
+            device,
+            dtype,
+            memory_limit,
+            backend,
+            threads,
+            progress,
+            recorder,
+        )
         return _load(model, weights, _Options(*options), strict=strict, untie=untie)
     except BaseException as error:
         del model, weights, mapper, progress, options
@@ -143,18 +154,23 @@ class _Options:
             raise LoadError(f"backend={self.backend!r}: expected one of {', '.join(_BACKENDS)}")
         if self.recorder is not None:
             raise LoadError("recorder: the flight recorder is not part of this version yet")
-        if self.threads is not None and self.threads < 1:
-            raise LoadError(f"threads={self.threads}: expected at least one")
+        if self.threads is not None and not (isinstance(self.threads, int) and self.threads > 0):
+            raise LoadError(f"threads={self.threads!r}: expected a number from one on")
         if self.progress is not None and not callable(self.progress):
             raise LoadError(f"progress: expected a callable that takes a Progress, found {self.progress!r}")
 
     @property
     def where(self) -> torch.device | None:
         """The device, checked."""
+        if self.device is None:
+            return None
         try:
-            return None if self.device is None else torch.device(self.device)
-        except RuntimeError as error:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
             raise LoadError(f"device {self.device!r} is not known: {error}") from error
+        if device.type == "meta":
+            raise LoadError("device 'meta': holds no values, so nothing can be loaded there; see streamload.plan")
+        return device
 
     @property
     def code(self) -> str | None:

@@ -53,8 +53,6 @@ class LoadPlan(Keys):
 
     placements: list[Placement] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    known: list[str] = field(default_factory=list, repr=False)
-    """All names of the module."""
     cast_growth: int = 0
     """Bytes by which casts make the targets larger than what is stored."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))

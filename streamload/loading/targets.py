@@ -62,6 +62,8 @@ def dtype_code(dtype: torch.dtype | str) -> str:
     if isinstance(dtype, torch.dtype):
         if dtype in _CODES:
             return _CODES[dtype]
+    elif not isinstance(dtype, str):
+        pass
     elif dtype in BITS:
         return dtype
     elif (name := dtype.removeprefix("torch.")) in FROM_TORCH:
@@ -144,7 +146,9 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
             wanted = dtype
         dense = tensor.is_contiguous()
         if not dense and 0 in tensor.stride():
-            raise LoadError(f"{name} has elements that share memory (shape {list(shape)}, strides {list(tensor.stride())})")
+            raise LoadError(
+                f"{name} has elements that share memory (shape {list(shape)}, strides {list(tensor.stride())})"
+            )
         address = pointer if dense and wanted == code and tensor.is_cpu else 0
         specs[name] = new(Target, (name, wanted, shape, address))
         tensors[name] = tensor

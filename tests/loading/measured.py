@@ -20,14 +20,14 @@ from tests.big import wrong_tensors
 from tests.cache import evict, warm
 
 
-def main(path: str, memory_limit: int | str = "auto", dtype: str | None = None, cold: bool = True, threads: int | None = None) -> None:
+def main(path: str, memory_limit: int | str = "auto", dtype: str | None = None, cold: bool = True) -> None:
     checkpoint = Checkpoint.open(path)
     shapes = {name: spec.shape for name, spec in checkpoint.tensors.items()}
     with skeleton():
         module = module_of({name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
     for file in checkpoint.files:
         (evict if cold else warm)(file)
-    options = {"memory_limit": memory_limit, "dtype": dtype, "threads": threads}
+    options = {"memory_limit": memory_limit, "dtype": dtype}
     forecast = plan(module, checkpoint, **options).forecast
     peak, done = 0, threading.Event()
 

@@ -62,7 +62,9 @@ def test_a_file_cut_while_it_is_read(path, state, dtype):
 def test_a_file_cut_before_it_is_read(path):
     checkpoint = Checkpoint.open(path)
     os.truncate(path, 1000)
-    with pytest.raises(LoadError, match=r"tensor 'layers\.0\.w' \(1 of 40\).*after 0 of 40,000,000 bytes.*cut short after"):
+    with pytest.raises(
+        LoadError, match=r"tensor 'layers\.0\.w' \(1 of 40\).*after 0 of 40,000,000 bytes.*cut short after"
+    ):
         load(module(), checkpoint)
 
 

@@ -56,10 +56,8 @@ def test_every_order_and_layout(tmp_path, order, shards, state, meta):
     write_sharded(tmp_path, files)
     for name in files:
         (warm if state == "warm" else evict)(tmp_path / name)
-    if meta:
-        module = module_of({name: tensor.to("meta") for name, tensor in tensors.items()})
-    else:
-        module = nan_module(tensors)
+    on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    module = module_of(on_meta) if meta else nan_module(tensors)
     report = load(module, tmp_path)
     assert_equal(module, tensors)
     missing, unexpected = report
@@ -171,7 +169,9 @@ class TestStrictness:
 
 class TestMapper:
     def test_a_callable_or_an_object_renames_and_drops(self, tmp_path):
-        path = write_safetensors(tmp_path / "model.safetensors", {"old.a": torch.ones(2), "old.b": torch.full((2,), 2.0)})
+        path = write_safetensors(
+            tmp_path / "model.safetensors", {"old.a": torch.ones(2), "old.b": torch.full((2,), 2.0)}
+        )
 
         class Mapper:
             def map_name(self, name: str) -> str | None:
@@ -212,7 +212,9 @@ class TestShapesAndDtypes:
             load(nan_module({"w": torch.ones(())}), path)
 
     @pytest.mark.parametrize("meta", [True, False])
-    @pytest.mark.parametrize(("source", "target"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64")])
+    @pytest.mark.parametrize(
+        ("source", "target"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64")]
+    )
     def test_casts_are_exact_and_noted(self, tmp_path, meta, source, target):
         source, target = getattr(torch, source), getattr(torch, target)
         values = torch.randn(300, 7).to(source)
@@ -235,7 +237,13 @@ class TestShapesAndDtypes:
 
     @pytest.mark.parametrize(
         ("stored", "own"),
-        [("int8", "float32"), ("float32", "int8"), ("bool", "uint8"), ("complex64", "float32"), ("float8_e4m3fn", "float32")],
+        [
+            ("int8", "float32"),
+            ("float32", "int8"),
+            ("bool", "uint8"),
+            ("complex64", "float32"),
+            ("float8_e4m3fn", "float32"),
+        ],
     )
     def test_nothing_but_floats_is_cast(self, tmp_path, stored, own):
         path = write_safetensors(tmp_path / "model.safetensors", {"w": torch.ones(4).to(getattr(torch, stored))})
@@ -272,13 +280,13 @@ class TestTies:
     @pytest.mark.parametrize("flip", [False, True])
     def test_one_write_and_the_tie_holds(self, tmp_path, meta, stored, flip):
         names = stored[::-1] if flip else stored
-        path = write_safetensors(tmp_path / "model.safetensors", {name: self.VALUE for name in names})
+        path = write_safetensors(tmp_path / "model.safetensors", dict.fromkeys(names, self.VALUE))
         module = self.tied(meta)
         report = load(module, path)
         assert module.head.weight is module.embed.weight
         assert torch.equal(module.head.weight, self.VALUE)
         assert report.tied == {"head.weight": "embed.weight"}
-        equal = [f"head.weight: stored as well as embed.weight, with equal values; they stay tied"]
+        equal = ["head.weight: stored as well as embed.weight, with equal values; they stay tied"]
         assert report.notes == (equal if len(stored) == 2 else [])
 
     @pytest.mark.parametrize("flip", [False, True])
@@ -299,7 +307,9 @@ class TestTies:
         assert report.notes == ["head.weight: untied from embed.weight, since the checkpoint stores two values"]
 
     def test_untie_keeps_equal_copies_tied(self, tmp_path):
-        path = write_safetensors(tmp_path / "model.safetensors", {"embed.weight": self.VALUE, "head.weight": self.VALUE})
+        path = write_safetensors(
+            tmp_path / "model.safetensors", {"embed.weight": self.VALUE, "head.weight": self.VALUE}
+        )
         module = self.tied()
         load(module, path, untie=True)
         assert module.head.weight is module.embed.weight
@@ -416,6 +426,9 @@ class TestModules:
         ({"backend": "magic"}, "backend='magic': expected one of auto, direct"),
         ({"dtype": "float31"}, "dtype 'float31' is not known"),
         ({"threads": 0}, "threads=0"),
+        ({"threads": "x"}, "threads='x'"),
+        ({"dtype": 5}, "dtype 5 is not known"),
+        ({"device": "meta"}, "device 'meta': holds no values"),
         ({"mapper": 3}, "mapper: expected a callable"),
         ({"recorder": "x"}, "recorder"),
         ({"progress": True}, "progress: expected a callable"),
@@ -465,5 +478,10 @@ def test_progress_counts_bytes_and_tensors(tmp_path):
     assert len(states) == 3  # 20 MB in jobs of 8 MiB
     assert [state.bytes_done for state in states] == sorted(state.bytes_done for state in states)
     last = states[-1]
-    assert (last.bytes_done, last.bytes_total, last.tensors_done, last.tensors_total) == (20_000_000, 20_000_000, 100, 100)
+    assert (last.bytes_done, last.bytes_total, last.tensors_done, last.tensors_total) == (
+        20_000_000,
+        20_000_000,
+        100,
+        100,
+    )
     assert (last.tensor, last.file) == ("t99", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import threading
@@ -193,7 +194,7 @@ def test_windows_do_not_overlap_and_go_back_to_the_system():
     pool = StagingPool(3, WINDOW_BYTES)
     addresses = sorted(window.address for window in pool.windows)
     assert all(address % BLOCK == 0 for address in addresses)
-    assert all(b - a >= WINDOW_BYTES for a, b in zip(addresses, addresses[1:], strict=False))
+    assert all(b - a >= WINDOW_BYTES for a, b in itertools.pairwise(addresses))
     window = pool.windows[0]
     ctypes.memset(window.address, 7, 100)
     assert window.view(3, 8, 4).tolist() == [7] * 8
