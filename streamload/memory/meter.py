@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOOK = 1024 * 1024
+_STRETCH = 8 * _LOOK
 
 
 class Resident(NamedTuple):
@@ -77,15 +79,18 @@ def resident_bytes(ranges: Iterable[tuple[int, int]]) -> int:
     """How many bytes of the memory ranges ``(address, bytes)`` are resident, in whole pages.
 
     Memory that was allocated but never touched takes nothing yet; this tells how much of a model is really there. Asks
-    ``mincore``; where that fails the range counts as resident.
+    ``mincore`` about the first of every 8 MiB: asking about all of 2 GiB would take 3 ms, and memory is touched in long
+    stretches. Where that fails the range counts as resident.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     total = 0
     for first, end in _page_runs(ranges):
-        pages = (end - first) // PAGE
-        seen = bytearray(pages)
-        failed = libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _address(seen))
-        total += (pages if failed else pages - seen.count(0)) * PAGE
+        for start in range(first, end, _STRETCH):
+            stretch = min(_STRETCH, end - start)
+            look = min(_LOOK, stretch)
+            seen = bytearray(look // PAGE)
+            failed = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(look), _address(seen))
+            total += stretch if failed else (len(seen) - seen.count(0)) * PAGE * stretch // look
     return total
 
 
