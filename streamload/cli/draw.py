@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +36,11 @@ def size(nbytes: float) -> str:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    click.echo(json.dumps(value, indent=2))  # past rich, which takes seconds for a large catalog
+    try:
+        print(json.dumps(value, indent=2), flush=True)  # past rich, which takes seconds for a large catalog
+    except BrokenPipeError:  # the reader has left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:

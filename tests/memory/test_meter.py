@@ -40,10 +40,14 @@ def test_kinds_are_told_apart(tmp_path: Path):
     assert abs(after.anon - before.anon) < SLACK
 
 
+def fresh(nbytes: int) -> mmap.mmap:
+    """Memory from the system. The allocator of tensors could give some that was resident before."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def test_meter_sees_an_allocation():
     with Meter() as meter:
-        # Not a tensor: the allocator could give it memory that was resident before.
-        held = mmap.mmap(-1, 64 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held = fresh(64 * MiB)
         held.write(b"\1" * (64 * MiB - 1))
         assert meter.sample() - meter.start > 64 * MiB - SLACK
         held.close()
@@ -54,11 +58,12 @@ def test_meter_sees_an_allocation():
 def test_meter_sees_what_is_gone_before_it_stops():
     # Nobody calls sample() here: the thread has to see the memory while it is held.
     with Meter(interval=0.001) as meter:
-        held = torch.ones(64 * MiB, dtype=torch.uint8)
+        held = fresh(64 * MiB)
+        held.write(b"\1" * (64 * MiB - 1))
         deadline = time.monotonic() + 30
         while meter.growth < 64 * MiB - SLACK and time.monotonic() < deadline:
             time.sleep(0.001)
-        del held
+        held.close()
     assert 64 * MiB - SLACK < meter.growth < 64 * MiB + SLACK
 
 
@@ -71,7 +76,7 @@ def test_meter_stops_its_thread_also_after_an_error():
 
 def test_untouched_memory_is_not_resident():
     nbytes = 64 * MiB
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    tensor = torch.frombuffer(fresh(nbytes), dtype=torch.uint8)
     where = [(tensor.data_ptr(), nbytes)]
     assert resident_bytes(where) < SLACK
     tensor[: nbytes // 2].fill_(1)
