@@ -124,7 +124,7 @@ class Execution:
         return StagingPool(self.plan.threads, self.plan.window, pinned=pinned)
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
-        read_files(reads, pool.windows, self._book)
+        read_files(reads, pool.windows, self._book, pause=0.01 if self._on_progress is None else 0.0)
         self._meter.sample()  # while the windows are still there
 
     def _book(self, path: str, reads: list[Read], bytes_read: int) -> None:

@@ -44,7 +44,7 @@ def _kib(text: bytes, key: bytes) -> int:
 class Meter:
     """Samples anonymous memory in a thread and keeps the peak: ``with Meter() as meter: ...; meter.peak``."""
 
-    def __init__(self, interval: float = 0.005) -> None:
+    def __init__(self, interval: float = 0.01) -> None:
         self.start = self.peak = resident().anon
         self._interval = interval
         self._stop = threading.Event()
@@ -83,14 +83,17 @@ def resident_bytes(ranges: Iterable[tuple[int, int]]) -> int:
     stretches. Where that fails the range counts as resident.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+    seen = bytearray(_LOOK // PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(seen))
     total = 0
     for first, end in _page_runs(ranges):
         for start in range(first, end, _STRETCH):
             stretch = min(_STRETCH, end - start)
             look = min(_LOOK, stretch)
-            seen = bytearray(look // PAGE)
-            failed = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(look), _address(seen))
-            total += stretch if failed else (len(seen) - seen.count(0)) * PAGE * stretch // look
+            failed = libc.mincore(start, look, address)
+            there = look // PAGE - seen.count(0, 0, look // PAGE)
+            total += stretch if failed else there * PAGE * stretch // look
     return total
 
 
@@ -105,10 +108,6 @@ def _page_runs(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         end = max(end, -(-(address + nbytes) // PAGE) * PAGE)
     if end:
         yield first, end
-
-
-def _address(memory: bytearray) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * len(memory)).from_buffer(memory)
 
 
 def trim() -> None:

@@ -16,6 +16,8 @@ import torch
 
 from streamload import Checkpoint, LoadError, load, partial_load
 from streamload.errors import SourceError
+from streamload.sources import direct
+from streamload.sources.system import read_at
 from streamload.testing import module_of, write_safetensors
 from tests.cache import evict, warm
 
@@ -32,23 +34,36 @@ def module(device: str = "cpu") -> torch.nn.Module:
     return module_of({name: torch.zeros(1000, 250, device=device) for name in TENSORS})
 
 
+@pytest.fixture
+def cut(monkeypatch, path):
+    """A function that says at which byte another program cuts the file off, right after the first bytes were read."""
+
+    def at(end: int) -> None:
+        def read_and_cut(fd: int, *args: object, **options: object) -> int:
+            got = read_at(fd, *args, **options)
+            if os.fstat(fd).st_size > end:
+                os.truncate(path, end)
+            return got
+
+        monkeypatch.setattr(direct, "read_at", read_and_cut)
+
+    return at
+
+
 def left_open() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("state", [warm, evict])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_a_file_cut_while_it_is_read(path, state, dtype):
+def test_a_file_cut_while_it_is_read(path, cut, state, dtype):
     checkpoint = Checkpoint.open(path)
     state(path)
     end = checkpoint.tensors["layers.30.w"].offset + 1000
     before, target = left_open(), module()
-
-    def cut(progress):
-        os.truncate(path, end)
-
+    cut(end)
     with pytest.raises(LoadError) as caught:
-        load(target, checkpoint, progress=cut, dtype=dtype, threads=1)
+        load(target, checkpoint, dtype=dtype, threads=1)
     text = str(caught.value)
     assert f"tensor 'layers.30.w' (31 of {COUNT}) of {path}" in text
     assert f"the file ends at byte {end:,}" in text
@@ -94,16 +109,17 @@ def test_an_exception_in_the_callback_is_passed_on_with_a_note(path, failure, de
 
 
 @pytest.mark.parametrize("reason", ["callback", "cut", "interrupt"])
-def test_memory_is_collectable_while_the_exception_is_held(path, reason):
+def test_memory_is_collectable_while_the_exception_is_held(path, cut, reason):
     checkpoint, target = Checkpoint.open(path), module("meta")
+    if reason == "cut":
+        cut(20_000_000)
 
     def fail(progress):
         if reason == "cut":
-            os.truncate(path, 20_000_000)
-        elif reason == "callback":
+            return
+        if reason == "callback":
             raise ValueError
-        else:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     held = None
     try:
