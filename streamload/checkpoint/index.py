@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def read_index(path: str) -> Index:
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is mapped to {file_name!r}, {reason}", path=path, tensor=tensor
             )
+    weight_map = {tensor: os.path.normpath(name) for tensor, name in weight_map.items()}  # one spelling for each file
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(path, weight_map, int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None)

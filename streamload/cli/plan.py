@@ -46,7 +46,8 @@ def command(
     from streamload.memory import Limits
 
     model, title = _target(checkpoint, dtype, base)
-    made = plan(model, checkpoint, dtype=dtype, device=device, memory_limit=memory_limit, threads=threads)
+    own = dtype if isinstance(model, dict) else None  # a module has been built in it, as ``streamload load`` does
+    made = plan(model, checkpoint, dtype=own, device=device, memory_limit=memory_limit, threads=threads)
     binding = Limits.read().binding
     fits = binding is None or made.forecast.peak_bytes <= binding.available
     if as_json:

@@ -211,7 +211,7 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
             ignore_missing=options.ignore_missing,
         )
         already = _resident(made, targets)
-    _forecast(made, already, options)
+    _forecast(made, targets, already, options)
     return _Prepared(made, targets, device, already, started)
 
 
@@ -229,15 +229,25 @@ def _open(weights: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint.open(weights)
 
 
-def _forecast(made: LoadPlan, already: int, options: _Options) -> None:
+def _forecast(made: LoadPlan, targets: Targets, already: int, options: _Options) -> None:
     """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
-    params = sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
+    params = _host_bytes(made, targets, options.where)
     left = Limits.read().available - max(0, params - already)
     budget = resolve_budget(options.memory_limit, max(0, left))
     if options.memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
     made.threads, made.window = split_budget(budget, options.threads or default_threads())
     made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
+
+
+def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -> int:
+    """Bytes that the targets to be filled will take of host memory."""
+    if device is not None and device.type != "cpu":
+        return 0
+    if device is None and targets.on_device:
+        names = (placement.target for placement in made.placements)
+        return sum(targets.specs[name].nbytes for name in names if name not in targets.on_device)
+    return sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
 
 
 def default_threads() -> int:

@@ -14,7 +14,7 @@ from streamload.errors import BudgetError
 from streamload.loading.ledger import Ledger
 from streamload.loading.placement import Placement, Region, pieces
 from streamload.loading.planning import Copy, LoadPlan
-from streamload.loading.targets import Targets, torch_dtype
+from streamload.loading.targets import Targets, takes_device_memory, torch_dtype
 from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
 from streamload.sources.direct import FileReads, file_in_cache, read_files
@@ -61,6 +61,7 @@ def _replace(targets: Targets, name: str, old: Tensor, memory: Tensor) -> None:
         (owner._parameters if key in owner._parameters else owner._buffers)[key] = new  # type: ignore[assignment]
     targets.tensors[name] = new
     targets.specs[name] = targets.specs[name]._replace(address=memory.data_ptr() if memory.is_cpu else 0)
+    (targets.on_device.add if takes_device_memory(memory) else targets.on_device.discard)(name)
 
 
 def untie(targets: Targets, alias: str) -> None:
@@ -120,8 +121,7 @@ class Execution:
             self._read(pool, _reads(more, first, self.targets, self.plan.window))
 
     def _pool(self) -> StagingPool:
-        pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self.targets.tensors.values())
-        return StagingPool(self.plan.threads, self.plan.window, pinned=pinned)
+        return StagingPool(self.plan.threads, self.plan.window, pinned=bool(self.targets.on_device))
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
         read_files(reads, pool.windows, self._book, pause=0.01 if self._on_progress is None else 0.0)

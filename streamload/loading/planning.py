@@ -24,7 +24,7 @@ class Forecast(NamedTuple):
     """Host memory that a load will take, in bytes."""
 
     params_bytes: int
-    """Parameters and buffers that will be filled, in the dtypes that they will have."""
+    """Parameters and buffers that will be filled, in the dtypes that they will have; not those on an accelerator."""
     staging_bytes: int
     """Beyond them: windows for reading, threads, the books. Files that lie in the page cache are read without windows,
     so ``plan`` looks there; if the cache loses them meanwhile, a load takes ``threads`` times ``window`` bytes more."""

@@ -50,6 +50,8 @@ class Targets:
     """Those of them that are on meta, where nobody will compute them."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Name -> the module's tensor; empty for a table."""
+    on_device: set[str] = field(default_factory=set)
+    """Names of those that are on an accelerator, so that they take no host memory."""
     module: nn.Module | None = None
 
     def known(self) -> list[str]:
@@ -150,10 +152,17 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
                 f"{name} has elements that share memory (shape {list(shape)}, strides {list(tensor.stride())})"
             )
         address = pointer if dense and wanted == code and tensor.is_cpu else 0
+        if not address and takes_device_memory(tensor):
+            targets.on_device.add(name)
         specs[name] = new(Target, (name, wanted, shape, address))
         tensors[name] = tensor
 
     return add
+
+
+def takes_device_memory(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` is that of an accelerator."""
+    return not (tensor.is_cpu or tensor.is_meta)
 
 
 def _no_memory(name: str, tensor: Tensor) -> LoadError:

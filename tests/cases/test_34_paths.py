@@ -66,7 +66,7 @@ def test_it_is_refused_before_the_disk_is_touched(folder):
 def test_names_below_the_folder_are_fine(folder, value):
     write_index(folder, {"weight_map": {"a": value}})
     checkpoint = Checkpoint.open(folder)
-    assert checkpoint.files == (os.path.join(folder, value),)
+    assert checkpoint.files == (os.path.normpath(os.path.join(folder, value)),)
     assert_loads(checkpoint, {"a": INSIDE})
 
 

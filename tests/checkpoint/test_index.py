@@ -96,3 +96,11 @@ def test_an_index_that_cannot_be_read(tmp_path):
     (tmp_path / "model.safetensors.index.json").symlink_to("nowhere")
     index = tmp_path / "model.safetensors.index.json"
     refused(tmp_path, "cannot be read: No such file or directory", path=index)
+
+
+def test_two_spellings_of_one_file(tmp_path):
+    write_safetensors(tmp_path / "m.safetensors", {"a": torch.full([2], 1.0), "b": torch.full([2], 2.0)})
+    index = write_index(tmp_path, {"weight_map": {"a": "m.safetensors", "b": ".//m.safetensors"}})
+    checkpoint = Checkpoint.open(index)
+    assert checkpoint.files == (str(tmp_path / "m.safetensors"),)
+    assert_loads(checkpoint, {"a": torch.full([2], 1.0), "b": torch.full([2], 2.0)})
