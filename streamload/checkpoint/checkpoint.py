@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from streamload.checkpoint.header import read_header
+from streamload.checkpoint.header import check_regular, read_header
 from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.index import Index, read_index
 from streamload.checkpoint.locate import INDEX, SAFETENSORS, TORCH, choose, natural
-from streamload.checkpoint.spec import TensorSpec
+from streamload.checkpoint.spec import Stamp, TensorSpec, stamp_of
 from streamload.checkpoint.torch_zip import read_torch_zip
 from streamload.errors import CheckpointError
 from streamload.memory.collector import quiet_collector
@@ -34,6 +34,8 @@ class Checkpoint:
     """Copies of tensors that the index places in another shard; never read."""
     notes: tuple[str, ...] = ()
     """What was odd but harmless."""
+    stamps: dict[str, Stamp | None] = field(default_factory=dict)
+    """Shard -> what tells whether it is still the file whose header was read."""
     metadata: dict[str, str] = field(default_factory=dict)
     """The ``__metadata__`` of the first safetensors shard."""
 
@@ -69,6 +71,12 @@ class Checkpoint:
         Raises CheckpointError with the file, the tensor, what was expected and what was found.
         """
         path = os.fspath(location)
+        if not isinstance(path, str):
+            raise CheckpointError(f"{path!r}: expected a path as a string, found {type(path).__name__}")
+        if not (revision is None or isinstance(revision, str)):
+            raise CheckpointError(f"revision={revision!r}: expected the name of a branch or a commit", path=path)
+        if unindexed not in ("load", "ignore"):
+            raise CheckpointError(f"unindexed={unindexed!r}: expected 'load' or 'ignore'", path=path)
         if "://" in path:
             raise CheckpointError(
                 f"{path}: object stores are not supported yet; copy the checkpoint to a disk", path=path
@@ -80,6 +88,7 @@ class Checkpoint:
             for file in files:
                 _check_confined(file, os.path.dirname(index.path) if index else os.path.dirname(file))
         with quiet_collector():
+            stamps = {file: stamp_of(file) for file in files}
             shards = [_read_shard(file, allow_trailing) for file in files]
             specs, skipped, notes = _merge(shards, index, unindexed)
         notes = [*(note for shard in shards for note in shard.notes), *notes]
@@ -88,7 +97,7 @@ class Checkpoint:
                 f"read from torch's own format ({', '.join(map(os.path.basename, files[:3]))}), no safetensors there"
             )
         metadata = next((shard.metadata for shard in shards if shard.metadata), {})
-        return cls(path, specs, tuple(files), ignored, tuple(skipped), tuple(notes), metadata)
+        return cls(path, specs, tuple(files), ignored, tuple(skipped), tuple(notes), stamps, metadata)
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,11 @@ def _listing(folder: str) -> Iterator[str]:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}", path=folder) from error
     for entry in entries:
-        if not entry.is_dir():
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # links that run in a circle
+            is_folder = False
+        if not is_folder:
             yield entry.name
         elif os.access(entry.path, os.R_OK | os.X_OK):
             yield from (f"{entry.name}/{name}" for name in sorted(os.listdir(entry.path)))
@@ -157,8 +170,7 @@ def _check_confined(file: str, folder: str) -> None:
 
 
 def _read_shard(file: str, allow_trailing: bool) -> _Shard:
-    if os.path.isdir(file):
-        raise CheckpointError(f"{file}: is a folder, expected a file of weights", path=file)
+    check_regular(file)
     if file.endswith(TORCH):
         specs, notes = read_torch_zip(file)
         return _Shard(file, specs, {}, notes)

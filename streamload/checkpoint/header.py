@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable
 from importlib import metadata
 from math import prod
@@ -22,10 +23,23 @@ from streamload.checkpoint.spec import TensorSpec
 from streamload.errors import CheckpointError
 
 #: A header longer than this is refused: a million tensors take about 100 MB.
+MAX_DIMENSIONS = 64
 MAX_HEADER_BYTES = 512 * 1024 * 1024
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _ONLY_INT = frozenset({int})
+
+
+def check_regular(path: str) -> None:
+    """Refuse what is no plain file; opening a pipe would wait for ever. What is not there is left to the reader."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path}: is a folder, expected a file of weights", path=path)
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: is a pipe, a socket or a device, expected a file of weights", path=path)
 
 
 def read_header(path: str, *, allow_trailing: bool = False) -> tuple[list[TensorSpec], dict[str, str]]:
@@ -158,6 +172,10 @@ def _specs(table: dict[str, Any], path: str, data_start: int) -> list[TensorSpec
             begin, end = offsets
             numbers += shape
             numbers += offsets
+            if (
+                len(shape) > MAX_DIMENSIONS or sum(shape) < 0
+            ):  # a sum of strings or lists fails; their product can be huge
+                raise ValueError
             if prod(shape) * bits[dtype] != (end - begin) * 8 or dtype == "F4" or type(shape) is not list:
                 raise ValueError
             specs.append(new(TensorSpec, (name, dtype, tuple(shape), path, data_start + begin, end - begin, None)))
@@ -175,16 +193,20 @@ def _spec(name: str, entry: Any, path: str, data_start: int) -> TensorSpec:
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError):
-        wrong("its entry needs dtype, shape and data_offsets, found " + json.dumps(entry)[:80])
+        wrong("its entry needs dtype, shape and data_offsets, found " + _shown(entry))
     if not isinstance(dtype, str) or dtype not in BITS:
         wrong(f"unknown dtype {dtype!r} (known: {', '.join(BITS)}; installed torch: {_torch_version()})")
     if not isinstance(shape, list) or not {*map(type, shape)} <= _ONLY_INT or min(shape, default=0) < 0:
-        wrong(f"shape {json.dumps(shape)[:80]} is not a list of sizes")
+        wrong(f"shape {_shown(shape)} is not a list of sizes")
+    if len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 1 << 63:
+        wrong(
+            f"shape {_shown(shape)} is beyond what a tensor can have ({MAX_DIMENSIONS} dimensions of less than 2**63)"
+        )
     if not isinstance(offsets, list) or len(offsets) != 2 or not {*map(type, offsets)} <= _ONLY_INT:
-        wrong(f"data_offsets {json.dumps(offsets)[:80]} should be two numbers, begin and end")
+        wrong(f"data_offsets {_shown(offsets)} should be two numbers, begin and end")
     begin, end = offsets
     if begin < 0 or end < begin:
-        wrong(f"data_offsets {offsets} run backwards or are negative")
+        wrong(f"data_offsets {_shown(offsets)} run backwards or are negative")
     bits = BITS[dtype]
     if bits == 4 and shape and shape[-1] % 2:
         wrong(f"F4 packs two elements into a byte, but the last dimension of {shape} is odd")
@@ -223,6 +245,14 @@ def _check_cover(specs: list[TensorSpec], path: str, data_start: int, size: int,
             "format forbids (allow_trailing=True reads it all the same)",
             path=path,
         )
+
+
+def _shown(value: object) -> str:
+    """The beginning of ``value`` as JSON, however odd it is."""
+    try:
+        return json.dumps(value)[:80]
+    except (RecursionError, ValueError):  # too deep; a number of too many digits
+        return _type(value)[:80] if isinstance(value, (list, dict)) else "a number of very many digits"
 
 
 def _type(value: object) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from streamload.checkpoint.header import check_regular
 from streamload.errors import CheckpointError
 
 
@@ -31,6 +32,7 @@ def read_index(path: str) -> Index:
     File names are judged by their text alone, before anything is opened: a plain name or a path below the folder is
     fine, everything else is refused. Links are followed later, as in Hugging Face caches, where they lead out of the folder.
     """
+    check_regular(path)
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=_distinct(path))
@@ -50,7 +52,9 @@ def read_index(path: str) -> Index:
     weight_map = {tensor: os.path.normpath(name) for tensor, name in weight_map.items()}  # one spelling for each file
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(path, weight_map, int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None)
+    if isinstance(total, float):  # some writers divide
+        total = int(total) if math.isfinite(total) else None
+    return Index(path, weight_map, total if isinstance(total, int) else None)
 
 
 def _distinct(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:

@@ -76,9 +76,11 @@ def choose(names: Iterable[str], where: str) -> Choice:
     raise CheckpointError(folder.nothing(), path=where)
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
+def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key under which ``shard-2`` comes before ``shard-10``."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
+    parts = (part for part in re.split(r"(\d+)", name) if part)
+    # Of two numbers the one with more digits is larger; turning them into integers fails beyond 4,300 digits.
+    return [(0, len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 class _Folder:

@@ -1,11 +1,29 @@
-"""One stored tensor, as its header describes it."""
+"""One stored tensor, as its header describes it, and the file that it lies in."""
 
 from __future__ import annotations
 
+import os
 from math import prod
 from typing import NamedTuple
 
 from streamload.checkpoint.dtypes import BITS
+
+
+class Stamp(NamedTuple):
+    """What tells one state of a file from another."""
+
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+
+def stamp_of(file: str | int) -> Stamp | None:
+    """The stamp of a path or an open descriptor; ``None`` when it is not there."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None  # reading it will tell why
+    return Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class TensorSpec(NamedTuple):

@@ -10,7 +10,7 @@ import io
 import pickle
 import pickletools
 import re
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from streamload.checkpoint.dtypes import BITS, FROM_TORCH
@@ -156,22 +156,40 @@ def _from_type(rebuild: Any, _type: Any, args: Any, _state: Any) -> Any:
     return rebuild(*args)
 
 
-class _Opaque:
-    """Stands for the classes torch.Tensor and Parameter, which only name the type of a tensor."""
+class _Call:
+    """A function that a pickle may call, but not alter: a pickle can set attributes of whatever it holds."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setstate__(self, _: object) -> None:
+        raise pickle.UnpicklingError("it tries to alter a function")
+
+
+class _Dict(dict[Any, Any]):
+    """Stands for OrderedDict. What is stored as its attributes (``_metadata``) is of no use here."""
+
+    def __setstate__(self, _: object) -> None:
+        pass
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _same,
-    ("torch._utils", "_rebuild_parameter_with_state"): _same,
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch", "Tensor"): _Opaque,
-    ("torch", "Size"): tuple,
-    ("torch", "device"): lambda *args: args,
-    ("torch.nn.parameter", "Parameter"): _Opaque,
+    ("collections", "OrderedDict"): _Call(_Dict),
+    ("torch._utils", "_rebuild_tensor"): _Call(_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _Call(_same),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Call(_same),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Call(_from_type),
+    ("torch", "Tensor"): "torch.Tensor",
+    ("torch", "Size"): _Call(tuple),
+    ("torch", "device"): _Call(lambda *args: args),
+    ("torch.nn.parameter", "Parameter"): "torch.nn.Parameter",
 }
 
 

@@ -21,7 +21,7 @@ from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, unmark
 from streamload.loading.planning import Forecast, LoadPlan, NameMap, make_plan
 from streamload.loading.report import LoadReport
-from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
+from streamload.loading.targets import Targets, dtype_code, is_solid, module_targets, table_targets
 from streamload.memory import Limits, Meter, resolve_budget
 from streamload.memory.collector import quiet_collector
 from streamload.memory.meter import resident_bytes, trim
@@ -361,15 +361,34 @@ def _check_written(ledger: Ledger) -> None:
 
 
 def _resident(made: LoadPlan, targets: Targets) -> int:
-    """Bytes of the targets to be filled that are in host memory already; 0 for a table."""
+    """Bytes of the targets to be filled that are in host memory already; 0 for a table.
+
+    Raises LoadError when two targets share memory without being one tensor: whichever came last would win.
+    """
     if targets.module is None:
         return 0
     specs = targets.specs
-    ranges = [(specs[name].address, spec.nbytes) for spec, name, _, _ in made.placements if specs[name].address]
+    ranges = [(specs[name].address, spec.nbytes, name) for spec, name, _, _ in made.placements if specs[name].address]
+    loose: list[tuple[int, int]] = []
     if len(ranges) < len(made.placements):
-        others = (targets.tensors[name] for _, name, _, _ in made.placements if not specs[name].address)
-        ranges += [(each.data_ptr(), each.numel() * each.element_size()) for each in others if each.is_cpu]
-    return resident_bytes(ranges)
+        for _, name, _, _ in made.placements:
+            tensor = targets.tensors[name]
+            if not specs[name].address and tensor.is_cpu:
+                place = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                if is_solid(tensor):
+                    ranges.append((*place, name))
+                else:
+                    loose.append(place)
+    ranges.sort()
+    end, before = 0, ""
+    for address, nbytes, name in ranges:
+        if address < end and nbytes:
+            raise LoadError(
+                f"{before} and {name} share memory but are not the same view of it, so both cannot be loaded; give one of "
+                "them memory of its own, or ignore it"
+            )
+        end, before = address + nbytes, name
+    return resident_bytes([*(each[:2] for each in ranges), *loose])
 
 
 class _Teller:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from streamload.checkpoint.spec import Stamp
 from streamload.errors import BudgetError
 from streamload.loading.ledger import Ledger
 from streamload.loading.placement import Placement, Region, pieces
@@ -106,7 +107,7 @@ class Execution:
     def run(self) -> list[Difference]:
         """Read everything; returns the stored copies of tied parameters that differ from what was written."""
         with self._pool() as pool:
-            self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.window))
+            self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.stamps, self.plan.window))
             return self._compare(pool) if self.compared else []
 
     def untie(self, copies: Sequence[Copy]) -> None:
@@ -118,7 +119,7 @@ class Execution:
         self.placements += more
         self.ledger.expect(more)
         with self._pool() as pool:
-            self._read(pool, _reads(more, first, self.targets, self.plan.window))
+            self._read(pool, _reads(more, first, self.targets, self.plan.stamps, self.plan.window))
 
     def _pool(self) -> StagingPool:
         return StagingPool(self.plan.threads, self.plan.window, pinned=bool(self.targets.on_device))
@@ -140,7 +141,7 @@ class Execution:
             return _Compare(source, target, largest, number - first)
 
         # Smaller pieces: a difference is worked out in double precision.
-        self._read(pool, _reads(self.compared, first, self.targets, self.plan.window // 8, sink))
+        self._read(pool, _reads(self.compared, first, self.targets, self.plan.stamps, self.plan.window // 8, sink))
         found = zip(self.plan.copies, largest, strict=True)
         return [Difference(copy, difference) for copy, difference in found if difference]
 
@@ -149,6 +150,7 @@ def _reads(
     placements: Sequence[Placement],
     first: int,
     targets: Targets,
+    stamps: Mapping[str, Stamp | None],
     window: int,
     make_sink: Callable[[int, _Source, Tensor], Sink] | None = None,
 ) -> Iterator[FileReads]:
@@ -161,7 +163,7 @@ def _reads(
     for path, members in by_file.items():
         members.sort(key=lambda member: member[1].spec.offset)
         end = max(placement.spec.offset + placement.spec.span for _, placement in members)
-        yield FileReads(path, end, _reads_of(members, targets, limit, make_sink))
+        yield FileReads(path, end, _reads_of(members, targets, limit, make_sink), stamps.get(path))
 
 
 def _reads_of(

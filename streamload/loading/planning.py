@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from streamload.checkpoint import Checkpoint, TensorSpec
 from streamload.checkpoint.dtypes import castable, narrows
+from streamload.checkpoint.spec import Stamp
 from streamload.errors import LoadError, MappingError
 from streamload.loading.keys import Cast, Keys, Mismatch, summarise
 from streamload.loading.placement import Placement
-from streamload.loading.targets import Target, Targets
+from streamload.loading.targets import Targets
 
 #: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
 RECOMPUTED = "recomputed buffer"
@@ -57,6 +58,8 @@ class LoadPlan(Keys):
     """Bytes by which casts make the targets larger than what is stored."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
+    stamps: dict[str, Stamp | None] = field(default_factory=dict, repr=False)
+    """Of the shards, when their headers were read."""
     window: int = 0
     """Bytes of one thread's staging buffer."""
 
@@ -88,7 +91,7 @@ def make_plan(
     Raises MappingError when two stored tensors land in one place, LoadError when an ignore list names something that
     must not be ignored. Everything else that does not fit is listed in the plan.
     """
-    plan = LoadPlan(notes=list(checkpoint.notes), known=targets.known())
+    plan = LoadPlan(notes=list(checkpoint.notes), known=targets.known(), stamps=checkpoint.stamps)
     unexpected, missing = _Ignore("ignore_unexpected", ignore_unexpected), _Ignore("ignore_missing", ignore_missing)
     unexpected.refuse_exact(plan.known)
     arrived: dict[str, TensorSpec] = {}
@@ -96,6 +99,8 @@ def make_plan(
         name = spec.name if name_map is None else name_map(spec.name)
         if name is None:
             plan.dropped[spec.name] = "mapper"
+        elif not isinstance(name, str):
+            raise MappingError(f"the mapper turns {spec.name!r} into {name!r:.80}; expected a name, or None to drop it")
         elif name in targets.specs or name in targets.aliases:
             if (first := arrived.setdefault(name, spec)) is not spec:
                 raise MappingError(
@@ -116,6 +121,8 @@ def make_plan(
 def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> None:
     # Of a tied parameter one stored copy is written: that of its first name, else of the first alias, in module order.
     writers: dict[str, str] = {}
+    if targets.aliases:  # what does not fit cannot be the one that is written
+        arrived = {name: spec for name, spec in arrived.items() if _fits(plan, targets, spec, name)}
     for alias, first in targets.aliases.items():
         if first not in arrived and alias in arrived:
             writers.setdefault(first, alias)
@@ -123,7 +130,8 @@ def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> 
     for name, spec in arrived.items():
         first = aliases.get(name, name) if aliases else name
         target = specs[first]
-        if (spec.shape != target.shape or spec.dtype != target.dtype) and not _fits(plan, target, spec, name):
+        plain = aliases or (spec.shape == target.shape and spec.dtype == target.dtype)
+        if not plain and not _fits(plan, targets, spec, name):
             continue
         writer = arrived[writers.get(first, first)]
         if spec is writer:
@@ -133,8 +141,9 @@ def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> 
     plan.tied = {alias: first for alias, first in targets.aliases.items() if first in arrived or first in writers}
 
 
-def _fits(plan: LoadPlan, target: Target, spec: TensorSpec, name: str) -> bool:
-    """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
+def _fits(plan: LoadPlan, targets: Targets, spec: TensorSpec, name: str) -> bool:
+    """Whether ``spec`` can fill the target ``name``; notes casts and mismatches."""
+    target = targets.specs[targets.aliases.get(name, name)]
     if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
         plan.mismatched_keys.append(
             Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file)
@@ -172,8 +181,12 @@ class _Ignore:
     """Exact names and globs, with a count of hits for each."""
 
     def __init__(self, title: str, patterns: Iterable[str]) -> None:
-        if isinstance(patterns, str):
-            raise LoadError(f"{title}={patterns!r}: expected a list of names or globs, found a single string")
+        if isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable):
+            found = "a single string" if isinstance(patterns, str) else type(patterns).__name__
+            raise LoadError(f"{title}={patterns!r:.80}: expected a list of names or globs, found {found}")
+        patterns = list(patterns)
+        if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+            raise LoadError(f"{title}: expected names or globs, found {wrong[0]!r:.80}")
         self._title = title
         self._exact = dict.fromkeys(patterns, 0)
         self._globs = [pattern for pattern in self._exact if any(sign in pattern for sign in "*?[")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from streamload.errors import LoadError
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)
 }
+#: Modules lie no deeper than this unless one contains itself.
+_DEEPEST = 500
+
 _DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -83,10 +86,20 @@ def torch_dtype(code: str) -> torch.dtype:
 def table_targets(table: Mapping[str, tuple[torch.dtype | str, Sequence[int]]], dtype: str | None) -> Targets:
     """Targets from ``{name: (dtype, shape)}``. ``dtype`` replaces every plain float dtype."""
     targets = Targets()
-    for name, (own, shape) in table.items():
+    for name, entry in table.items():
+        own, shape = _entry(name, entry)
         code = dtype_code(own)
         targets.specs[name] = Target(name, dtype if dtype is not None and code in FLOATS else code, tuple(shape))
     return targets
+
+
+def _entry(name: object, entry: object) -> tuple[Any, Sequence[int]]:
+    """(dtype, shape), checked."""
+    if isinstance(name, str) and isinstance(entry, Sequence) and len(entry) == 2:
+        shape = entry[1]
+        if isinstance(shape, Sequence) and all(type(size) is int and size >= 0 for size in shape):
+            return entry[0], shape
+    raise LoadError(f"model: {name!r}: expected (dtype, shape) for a name, found {entry!r:.80}")
 
 
 def module_targets(module: nn.Module, dtype: str | None) -> Targets:
@@ -116,17 +129,22 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module below ``module`` with its dotted prefix; one that is used twice comes twice, as its names do."""
-    waiting = [("", module)]
+    waiting = [("", module, 0)]
     while waiting:
-        dotted, owner = waiting.pop()
+        dotted, owner, depth = waiting.pop()
         yield dotted, owner
         if owner._modules:
-            children = [(f"{dotted}{key}.", child) for key, child in owner._modules.items() if child is not None]
+            if depth > _DEEPEST:
+                raise LoadError(f"the modules contain themselves: {dotted[:120]}...")
+            children = [
+                (f"{dotted}{key}.", child, depth + 1) for key, child in owner._modules.items() if child is not None
+            ]
             waiting += reversed(children)
 
 
 def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]:
     firsts: dict[int, str] = {}
+    views: dict[tuple[Any, ...], str] = {}
     specs, tensors, codes, new = targets.specs, targets.tensors, _CODES, tuple.__new__
 
     def add(name: str, tensor: Tensor) -> None:
@@ -135,7 +153,9 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
         except (RuntimeError, ValueError) as error:
             raise _no_memory(name, tensor) from error
         first = firsts.setdefault(pointer or -id(tensor), name)
-        if first is not name and _is_one(tensor, tensors[first]):
+        if first is not name and not _is_one(tensor, tensors[first]):  # another view that begins at the same place
+            first = views.setdefault((pointer, tensor.shape, tensor.stride(), tensor.dtype), name)
+        if first is not name:
             targets.aliases[name] = first
             return
         code = wanted = codes.get(tensor.dtype)
@@ -146,8 +166,13 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
             shape = (*shape[:-1], shape[-1] * 2)
         if dtype is not None and code in FLOATS:
             wanted = dtype
+        if tensor.is_neg() or tensor.is_conj():
+            raise LoadError(
+                f"{name} is a view that negates or conjugates what its memory holds, so stored bytes are not its values; "
+                "resolve it first (tensor.resolve_conj().resolve_neg())"
+            )
         dense = tensor.is_contiguous()
-        if not dense and 0 in tensor.stride():
+        if not dense and _overlaps_itself(tensor):
             raise LoadError(
                 f"{name} has elements that share memory (shape {list(shape)}, strides {list(tensor.stride())})"
             )
@@ -169,6 +194,23 @@ def _no_memory(name: str, tensor: Tensor) -> LoadError:
     if is_lazy(tensor):
         return LoadError(f"{name} is a lazy parameter without a shape; run the module once before loading")
     return LoadError(f"{name} is a {type(tensor).__name__}, which has no memory of its own to load into")
+
+
+def is_solid(tensor: Tensor) -> bool:
+    """Whether its elements fill the memory from the first to the last, in whatever order."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach == tensor.numel()
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may share memory, which is so when a stride is less than what lies within it."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _is_one(tensor: Tensor, other: Tensor) -> bool:

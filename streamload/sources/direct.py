@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from streamload.checkpoint.spec import Stamp, stamp_of
 from streamload.errors import SourceError
 from streamload.sources.batches import Batch, Read, batches
 from streamload.sources.staging import Staging
@@ -32,6 +33,8 @@ class FileReads(NamedTuple):
     end: int
     """Byte at which the last one ends."""
     reads: Iterable[Read]
+    stamp: Stamp | None = None
+    """What the file was when its header was read."""
 
 
 class _Job(NamedTuple):
@@ -83,8 +86,8 @@ class _Crew:
         ]
 
     def _cut(self, work: Iterable[FileReads]) -> Iterator[_Job]:
-        for path, end, reads in work:
-            file = _File(path, end)
+        for path, end, reads, stamp in work:
+            file = _File(path, end, stamp)
             self._open.add(file)
             for batch in batches(reads, JOB):
                 file.pending += 1
@@ -155,7 +158,7 @@ class _Crew:
 class _File:
     """One open file, and the fastest way of reading it that works."""
 
-    def __init__(self, path: str, end: int) -> None:
+    def __init__(self, path: str, end: int, stamp: Stamp | None = None) -> None:
         self.path = path
         self.pending = 1
         self._past_cache = -1
@@ -167,6 +170,7 @@ class _File:
             raise SourceError(f"{path}: cannot be opened: {error.strerror}", path=path) from error
         try:
             self._check_length(end)
+            self._check_same(stamp)
             if O_DIRECT:
                 self._past_cache = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
                 self._direct = True
@@ -252,6 +256,14 @@ class _File:
         found = os.fstat(self._fd).st_size
         if found < expected:
             raise self._too_short(expected, found)
+
+    def _check_same(self, expected: Stamp | None) -> None:
+        if expected is not None and stamp_of(self._fd) != expected:
+            raise SourceError(
+                f"{self.path}: has been replaced or changed since its header was read, so the tensors may lie elsewhere now; "
+                "open the checkpoint again",
+                path=self.path,
+            )
 
     def _too_short(self, expected: int, found: int) -> SourceError:
         return SourceError(

@@ -426,7 +426,10 @@ def test_a_record_that_is_too_short(saved):
 
 @pytest.mark.parametrize("order", [b"big", b""])
 def test_a_big_endian_file(saved, order):
-    refused(_rewrite(saved, lambda name, content: order if name == "byteorder" else content), "big-endian machine")
+    refused(
+        _rewrite(saved, lambda name, content: order if name == "byteorder" else content),
+        "not written on a little-endian machine",
+    )
 
 
 def test_a_file_without_a_byte_order(saved):
