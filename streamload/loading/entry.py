@@ -15,10 +15,10 @@ from torch import nn
 
 from streamload.checkpoint import Checkpoint
 from streamload.errors import BudgetError, LoadError, SourceError
-from streamload.loading.execute import Difference, Execution, make_room, needs_windows
+from streamload.loading.execute import Execution, needs_windows
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
-from streamload.loading.mark import mark, unmark
+from streamload.loading.mark import mark, marked, put, settle
 from streamload.loading.planning import Forecast, LoadPlan, NameMap, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.targets import Targets, dtype_code, is_solid, module_targets, table_targets
@@ -261,14 +261,23 @@ def _load(
     if not isinstance(model, nn.Module):
         raise LoadError(f"model: expected an nn.Module to load into, found {type(model).__name__}")
     with quiet_collector() as spare:
+        _check_device(options.where)
         prepared = _prepare(model, weights, options)
         spare()
         report = _report(prepared.plan)
         if strict:
             _refuse_misfits(prepared.plan, prepared.targets, model, report)
-        unmark(model)
         _execute(prepared, model, report, options.progress, untie)
     return report
+
+
+def _check_device(device: torch.device | None) -> None:
+    """Raise LoadError when ``device`` cannot be used, before anything is changed."""
+    if device is not None and device.type != "cpu":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # torch built without it; no driver
+            raise LoadError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _execute(
@@ -280,25 +289,35 @@ def _execute(
 ) -> None:
     made, targets, device, already, started = prepared
     teller = _Teller(made, progress) if progress is not None else None
-    with Meter() as meter:
-        execution = Execution(made, targets, meter, teller)
-        try:
-            make_room(targets, dict.fromkeys(placement.target for placement in made.placements), device)
-            differences = execution.run()
-            _settle_ties(differences, execution, report, untie)
+    execution = Execution(made, targets, teller)
+    names = dict.fromkeys(placement.target for placement in made.placements)
+    earlier, meter = marked(model), None
+    try:
+        mark(model, "its load has not ended", names)
+        with Meter() as meter:
+            execution.run(names, device, meter)
+            _settle_ties(execution, report, untie)
             _check_written(execution.ledger)
-        except BaseException as error:
-            place = _where(error, execution)
-            mark(model, f"{type(error).__name__} {place}")
-            _fill(report, execution.ledger, already + meter.growth, started)
-            if not _is_ours(error, teller):
-                error.add_note(f"streamload: this {type(model).__name__} is only partly loaded: it broke off {place}")
-                raise
-            raise LoadError(f"load broke off {place}: {error}", report=report) from error
-        finally:
-            meter.sample()
-            trim()
-    _fill(report, execution.ledger, already + meter.growth, started)
+    except BaseException as error:
+        place = _where(error, execution)
+        if targets.touched:
+            mark(model, f"{type(error).__name__} {place}", ())
+        else:
+            put(model, earlier)
+        _fill(report, execution.ledger, already + (meter.growth if meter else 0), started)
+        if not _is_ours(error, teller):
+            state = f"is only partly loaded: it broke off {place}" if targets.touched else "has not been touched"
+            error.add_note(f"streamload: this {type(model).__name__} {state}")
+            raise
+        raise LoadError(f"load broke off {place}: {error}", report=report) from error
+    finally:
+        trim()
+    loaded = {*names, *(alias for alias, first in targets.aliases.items() if first in names)}
+    for prefix, module in targets.marked:
+        settle(module, loaded, prefix)
+    settle(model, loaded)
+    # Memory that the allocator had at hand is no growth; but all targets are there now.
+    _fill(report, execution.ledger, max(already + meter.growth, made.forecast.params_bytes), started)
 
 
 def _report(made: LoadPlan) -> LoadReport:
@@ -333,7 +352,8 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
         )
 
 
-def _settle_ties(differences: list[Difference], execution: Execution, report: LoadReport, untie: bool) -> None:
+def _settle_ties(execution: Execution, report: LoadReport, untie: bool) -> None:
+    differences = execution.differences
     apart = {difference.copy.alias for difference in differences}
     report.notes += [
         f"{copy.alias}: stored as well as {copy.target}, with equal values; they stay tied"
@@ -342,9 +362,10 @@ def _settle_ties(differences: list[Difference], execution: Execution, report: Lo
     ]
     if differences and not untie:
         copy, largest = differences[0]
+        many = f"; {len(differences)} such tensors" if len(differences) > 1 else ""
         raise LoadError(
-            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint (by up to {largest:g}; "
-            f"{len(differences)} such tensors); untie=True gives each its own memory",
+            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint (by up to {largest:g}{many}); "
+            "untie=True gives each its own memory",
             report=report,
         )
     if differences:

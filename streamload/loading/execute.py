@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streamload.checkpoint.spec import Stamp
-from streamload.errors import BudgetError
+from streamload.errors import BudgetError, LoadError
 from streamload.loading.ledger import Ledger
 from streamload.loading.placement import Placement, Region, pieces
 from streamload.loading.planning import Copy, LoadPlan
@@ -45,32 +45,53 @@ def make_room(targets: Targets, names: Iterable[str], device: torch.device | Non
                 f"no memory for {name} ({targets.specs[name].nbytes:,} bytes on {where}; {number} of {len(wanted)}): "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        _replace(targets, name, old, memory)
+        _replace(targets, name, memory)
 
 
-def _replace(targets: Targets, name: str, old: Tensor, memory: Tensor) -> None:
-    """Put ``memory`` where ``old`` is, under ``name`` and every name tied to it."""
+def _replace(targets: Targets, name: str, memory: Tensor) -> None:
+    """Put ``memory`` under ``name`` and every name tied to it."""
     assert targets.module is not None
-    new = memory
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(memory, requires_grad=old.requires_grad)
-        new.__class__ = old.__class__
-    new.__dict__.update(old.__dict__)
+    targets.touched = True
+    made: dict[int, Tensor] = {}  # names can be tied by memory alone, as a parameter and a buffer, or a frozen one
     for each in (name, *(alias for alias, first in targets.aliases.items() if first == name)):
         path, _, key = each.rpartition(".")
         owner = targets.module.get_submodule(path)
-        (owner._parameters if key in owner._parameters else owner._buffers)[key] = new  # type: ignore[assignment]
-    targets.tensors[name] = new
+        slots: dict[str, Tensor | None] = owner._parameters if key in owner._parameters else owner._buffers  # type: ignore[assignment]
+        own = slots[key]
+        assert own is not None
+        if id(own) not in made:
+            made[id(own)] = _like(own, memory)
+        slots[key] = made[id(own)]
+        if each == name:
+            targets.tensors[name] = made[id(own)]
     targets.specs[name] = targets.specs[name]._replace(address=memory.data_ptr() if memory.is_cpu else 0)
     (targets.on_device.add if takes_device_memory(memory) else targets.on_device.discard)(name)
 
 
+def _like(old: Tensor, memory: Tensor) -> Tensor:
+    """``memory`` as a tensor of the same kind and attributes as ``old``."""
+    new = memory.detach()
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(memory, requires_grad=old.requires_grad)
+        new.__class__ = old.__class__
+    new.__dict__.update(old.__dict__)
+    return new
+
+
 def untie(targets: Targets, alias: str) -> None:
-    """Give the tied name ``alias`` memory of its own."""
-    first = targets.aliases.pop(alias)
+    """Give the tied name ``alias`` memory of its own. Raises LoadError when it is the same module's parameter."""
+    assert targets.module is not None
+    first = targets.aliases[alias]
+    (path, _, key), (first_path, _, first_key) = alias.rpartition("."), first.rpartition(".")
+    if key == first_key and targets.module.get_submodule(path) is targets.module.get_submodule(first_path):
+        raise LoadError(
+            f"{alias} and {first} are one parameter of one module that is used twice, but the checkpoint stores two values; "
+            "untie=True cannot part them, the module has to be built twice"
+        )
+    del targets.aliases[alias]
     old = targets.tensors[first]
     targets.specs[alias] = targets.specs[first]._replace(name=alias)
-    _replace(targets, alias, old, torch.empty_like(old, requires_grad=False))
+    _replace(targets, alias, torch.empty_like(old, requires_grad=False))
 
 
 def needs_windows(plan: LoadPlan, targets: Targets, device: torch.device | None) -> bool:
@@ -93,22 +114,26 @@ class Difference(NamedTuple):
 class Execution:
     """One run of a plan. ``ledger`` tells how far it came, also after a failure."""
 
-    def __init__(
-        self, plan: LoadPlan, targets: Targets, meter: Meter, on_progress: Callable[[Ledger], None] | None
-    ) -> None:
+    def __init__(self, plan: LoadPlan, targets: Targets, on_progress: Callable[[Ledger], None] | None) -> None:
         self.plan = plan
         self.targets = targets
         self.compared = [Placement(copy.spec, copy.target) for copy in plan.copies]
         self.placements = [*plan.placements, *self.compared]
         self.ledger = Ledger(self.placements)
-        self._meter = meter
+        self.differences: list[Difference] = []
+        """Stored copies of tied parameters that differ from what was written."""
+        self._meter: Meter | None = None
         self._on_progress = on_progress
 
-    def run(self) -> list[Difference]:
-        """Read everything; returns the stored copies of tied parameters that differ from what was written."""
+    def run(self, names: Iterable[str], device: torch.device | None, meter: Meter) -> None:
+        """Make room for the targets ``names``, read everything, and compare."""
+        self._meter = meter
+        make_room(self.targets, names, device)
         with self._pool() as pool:
+            self.targets.touched = True
             self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.stamps, self.plan.window))
-            return self._compare(pool) if self.compared else []
+            if self.compared:
+                self.differences = self._compare(pool)
 
     def untie(self, copies: Sequence[Copy]) -> None:
         """Give the aliases of ``copies`` memory of their own and read their values into it."""
@@ -126,7 +151,8 @@ class Execution:
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
         read_files(reads, pool.windows, self._book, pause=0.01 if self._on_progress is None else 0.0)
-        self._meter.sample()  # while the windows are still there
+        if self._meter is not None:
+            self._meter.sample()  # while the windows are still there
 
     def _book(self, path: str, reads: list[Read], bytes_read: int) -> None:
         self.ledger.book(reads, bytes_read)
@@ -134,7 +160,7 @@ class Execution:
             self._on_progress(self.ledger)
 
     def _compare(self, pool: StagingPool) -> list[Difference]:
-        largest = [0.0] * len(self.compared)
+        largest: list[float | None] = [None] * len(self.compared)
         first = len(self.plan.placements)
 
         def sink(number: int, source: _Source, target: Tensor) -> Sink:
@@ -143,7 +169,7 @@ class Execution:
         # Smaller pieces: a difference is worked out in double precision.
         self._read(pool, _reads(self.compared, first, self.targets, self.plan.stamps, self.plan.window // 8, sink))
         found = zip(self.plan.copies, largest, strict=True)
-        return [Difference(copy, difference) for copy, difference in found if difference]
+        return [Difference(copy, difference) for copy, difference in found if difference is not None]
 
 
 def _reads(
@@ -231,7 +257,8 @@ class _CopyInto:
         self.wanted = source.wanted
 
     def __call__(self, window: Staging, start: int) -> None:
-        self._target.copy_(self._source.view(window, start))
+        with torch.inference_mode(self._target.is_inference()):  # a thread has modes of its own
+            self._target.copy_(self._source.view(window, start))
 
 
 def _copy_sink(_: int, source: _Source, target: Tensor) -> Sink:
@@ -243,16 +270,24 @@ class _Compare:
 
     __slots__ = ("_largest", "_number", "_source", "_target", "wanted")
 
-    def __init__(self, source: _Source, target: Tensor, largest: list[float], number: int) -> None:
+    def __init__(self, source: _Source, target: Tensor, largest: list[float | None], number: int) -> None:
         self._source, self._target, self.wanted = source, target, source.wanted
         self._largest, self._number = largest, number
 
     def __call__(self, window: Staging, start: int) -> None:
-        ours = self._source.view(window, start).to(self._target.device, self._target.dtype)
-        source, target = _carried(self._source._replace(dtype=ours.dtype), self._target)
-        if not torch.equal(ours.view(source.dtype), target):  # bit for bit, so that NaN equals itself
-            apart = (ours.double() - self._target.double()).abs().nan_to_num(nan=float("inf"))
-            self._largest[self._number] = max(self._largest[self._number], apart.max().item())
+        target = self._target
+        ours = self._source.view(window, start).to(target.device, target.dtype)
+        if not torch.equal(_bits(ours), _bits(target)):  # so that NaN equals itself, and 2**53 not 2**53 + 1
+            wide = torch.complex128 if target.is_complex() else torch.float64
+            apart = (ours.to(wide) - target.to(wide)).abs().nan_to_num(nan=float("inf")).max().item()
+            self._largest[self._number] = max(self._largest[self._number] or 0.0, apart)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_CARRIER[tensor.dtype.itemsize])
 
 
 def _carried(source: _Source, target: Tensor) -> tuple[_Source, Tensor]:

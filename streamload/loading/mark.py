@@ -1,35 +1,66 @@
-"""A module whose load broke off is marked, so that nobody uses it by mistake."""
+"""A module is marked while it is being loaded, so that nobody uses it by mistake when the load breaks off."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from streamload.errors import LoadError
 
-_ATTRIBUTE = "_streamload_partial"
+MARK = "_streamload_partial"
 
 
-def mark(module: nn.Module, why: str) -> None:
-    """From now on ``module`` refuses to run, with ``why`` as the message, until a load succeeds."""
-    unmark(module)
+class Mark:
+    """A hook that refuses to run its module. Made so that a marked module can be copied and pickled."""
 
-    def refuse(*_: Any) -> None:
-        raise LoadError(f"this {type(module).__name__} is only partly loaded and cannot be used: {why}; load it again")
+    def __init__(self, kind: str, why: str, names: Collection[str]) -> None:
+        self.kind = kind
+        self.why = why
+        self.names = frozenset(names)
+        """What has to be loaded, in full, before the mark comes off."""
 
-    handle = module.register_forward_pre_hook(refuse, prepend=True)
-    module.__dict__[_ATTRIBUTE] = (why, handle)
+    def __call__(self, *_: Any) -> None:
+        raise LoadError(f"this {self.kind} is only partly loaded and cannot be used: {self.why}; load it again")
 
 
-def unmark(module: nn.Module) -> None:
-    """Take the mark off."""
-    stored = module.__dict__.pop(_ATTRIBUTE, None)
-    if stored is not None:
-        stored[1].remove()
+def mark(module: nn.Module, why: str, names: Collection[str]) -> None:
+    """From now on ``module`` refuses to run, with ``why`` as the message, until ``names`` are loaded.
+
+    Names that an earlier mark waits for stay. (A ScriptModule takes no hooks, so there only ``partial_load`` tells.)
+    """
+    earlier = marked(module)
+    put(module, Mark(type(module).__name__, why, earlier.names.union(names) if earlier else names))
+
+
+def settle(module: nn.Module, loaded: Collection[str], prefix: str = "") -> None:
+    """Take the mark off if all that it waits for is among ``loaded``, where names begin with the module's ``prefix``."""
+    found = marked(module)
+    if found is not None:
+        left = frozenset(name for name in found.names if prefix + name not in loaded)
+        put(module, Mark(found.kind, found.why, left) if left else None)
+
+
+def put(module: nn.Module, new: Mark | None) -> None:
+    """Replace the mark of ``module``, if it has one, by ``new``."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Mark)]:
+        del module._forward_pre_hooks[key]
+    module.__dict__.pop(MARK, None)
+    if new is not None:
+        module.__dict__[MARK] = new
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_pre_hook(new, prepend=True)
+
+
+def marked(module: nn.Module) -> Mark | None:
+    """The mark of ``module``."""
+    found = module.__dict__.get(MARK)
+    return found if isinstance(found, Mark) else None
 
 
 def partial_load(module: nn.Module) -> str | None:
     """Why ``module`` is only partly loaded, or ``None`` when it is not."""
-    stored = module.__dict__.get(_ATTRIBUTE)
-    return stored[0] if stored is not None else None
+    found = marked(module)
+    return found.why if found is not None else None

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from streamload.checkpoint.dtypes import BITS, FLOATS, FROM_TORCH
 from streamload.errors import LoadError
+from streamload.loading.mark import MARK
 
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)
@@ -56,6 +57,10 @@ class Targets:
     on_device: set[str] = field(default_factory=set)
     """Names of those that are on an accelerator, so that they take no host memory."""
     module: nn.Module | None = None
+    marked: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """Modules below it that an earlier load left unfinished, with their dotted prefixes."""
+    touched: bool = False
+    """Whether carrying out the load has begun to change them."""
 
     def known(self) -> list[str]:
         """All names, tied ones included."""
@@ -111,6 +116,8 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     recomputed: set[str] = set()
     add = _adder(targets, dtype)
     for dotted, owner in _owners(module):
+        if MARK in owner.__dict__:
+            targets.marked.append((dotted, owner))
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 add(dotted + key, parameter)

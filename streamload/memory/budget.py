@@ -29,6 +29,8 @@ def resolve_budget(memory_limit: int | str, available: int) -> int:
     if memory_limit == "auto":
         return min(AUTO_MAX, available // 4)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(memory_limit))
+    if match and len(match[1]) > 30:
+        match = None  # beyond any memory, and beyond floats
     if match and match[2] == "%" and 0 < float(match[1]) <= 100:
         return int(available * float(match[1]) / 100)
     if match and match[2].upper() in _UNITS and (nbytes := int(float(match[1]) * _UNITS[match[2].upper()])):

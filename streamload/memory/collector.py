@@ -29,8 +29,8 @@ def quiet_collector() -> Iterator[Callable[[], None]]:
         if was_on:
             gc.enable()
 
-    gc.disable()
     try:
+        gc.disable()
         yield spare
     finally:
         if frozen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -46,9 +47,10 @@ class Meter:
 
     def __init__(self, interval: float = 0.01) -> None:
         self.start = self.peak = resident().anon
-        self._interval = interval
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="streamload-meter", daemon=True)
+        self._thread = threading.Thread(
+            target=_sample, args=(weakref.ref(self), self._stop, interval), name="streamload-meter", daemon=True
+        )
 
     def sample(self) -> int:
         """Look now; returns the anonymous bytes."""
@@ -61,18 +63,24 @@ class Meter:
         """Bytes by which the peak lies above the start."""
         return self.peak - self.start
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            self.sample()
-
     def __enter__(self) -> Meter:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.sample()
         self._stop.set()
+        self.sample()
         self._thread.join()
+
+
+def _sample(meter: weakref.ref[Meter], stop: threading.Event, interval: float) -> None:
+    """Sample until told to stop, or until nobody holds the meter: Ctrl-C can come before it is entered."""
+    while not stop.wait(interval):
+        found = meter()
+        if found is None:
+            return
+        found.sample()
+        del found
 
 
 def resident_bytes(ranges: Iterable[tuple[int, int]]) -> int:

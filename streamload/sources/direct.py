@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -80,6 +81,7 @@ class _Crew:
         self._done: SimpleQueue[tuple[_Job | None, int, BaseException | None]] = SimpleQueue()
         self._open: set[_File] = set()
         self._jobs = self._cut(work)
+        self._started: list[threading.Thread] = []
         self._threads = [
             threading.Thread(target=self._work, args=(window,), name=f"streamload-read-{number}")
             for number, window in enumerate(windows)
@@ -97,6 +99,7 @@ class _Crew:
 
     def run(self, on_done: Callable[[str, list[Read], int], None], pause: float) -> None:
         for thread in self._threads:
+            self._started.append(thread)
             thread.start()
         running = len(self._threads)
         failure: BaseException | None = None
@@ -117,16 +120,23 @@ class _Crew:
         """Stop and join the threads, however often the user presses Ctrl-C meanwhile, and close the files."""
         self._stop.set()
         interrupt: BaseException | None = None
-        for thread in self._threads:
-            while thread.ident is not None and thread.is_alive():
+        deadline = time.monotonic() + 1
+        for thread in self._started:
+            while thread.ident is None or thread.is_alive():
                 try:
-                    thread.join()
+                    if thread.ident is not None:
+                        thread.join()
+                    elif time.monotonic() > deadline:  # the system refused to start it
+                        break
+                    else:  # Ctrl-C came while it was being started
+                        time.sleep(0.001)
                 except KeyboardInterrupt as pressed:
                     interrupt = pressed
         for file in self._open:
             file.close()
         self._jobs.close()  # type: ignore[attr-defined]
         self._threads.clear()
+        self._started.clear()
         if interrupt is not None:
             raise interrupt
 

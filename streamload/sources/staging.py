@@ -19,6 +19,9 @@ _HUGE = 2 * MiB
 WINDOW = 2 * MiB
 MIN_WINDOW = 64 * KiB
 
+#: More readers than this gain nothing, and their stacks would have to be counted.
+MAX_THREADS = 64
+
 #: What a load takes besides windows: thread stacks, the allocator's arenas, the lists of batches under way.
 FIXED_OVERHEAD = 1 * MiB
 
@@ -34,7 +37,7 @@ def split_budget(budget: int, threads: int) -> tuple[int, int]:
             f"memory_limit of {budget:,} bytes is too small: reading takes at least {FIXED_OVERHEAD + MIN_WINDOW:,} bytes "
             "beyond the parameters"
         )
-    threads = max(1, min(threads, room // MIN_WINDOW))
+    threads = max(1, min(threads, MAX_THREADS, room // MIN_WINDOW))
     window = min(WINDOW, room // threads)
     return threads, window - window % BLOCK
 

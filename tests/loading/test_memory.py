@@ -49,7 +49,9 @@ def test_extra_memory_stays_within_the_budget_and_the_forecast(checkpoint, budge
     assert result["extra"] <= limit
     assert result["staging"] <= limit
     tolerance = max(4 * MiB, 0.1 * result["staging"])
-    assert abs(result["extra"] - result["staging"]) <= tolerance
+    assert result["extra"] - result["staging"] <= tolerance
+    if cold:  # the system may take a warm file's pages back before plan looks, and bring them in again before load does
+        assert result["staging"] - result["extra"] <= tolerance
     assert abs(result["extra"] - result["report_extra"]) <= 3 * MiB  # two samplers see different moments
     assert result["left"] <= MiB
     # A file's blocks are read once; where windows cut a cast on elements, a block lies in two.
