@@ -92,7 +92,7 @@ class Checkpoint:
             shards = [_read_shard(file, allow_trailing) for file in files]
             specs, skipped, notes = _merge(shards, index, unindexed)
         notes = [*(note for shard in shards for note in shard.notes), *notes]
-        if any(file.endswith(TORCH) for file in files):
+        if os.path.isdir(path) and any(file.endswith(TORCH) for file in files):
             notes.append(
                 f"read from torch's own format ({', '.join(map(os.path.basename, files[:3]))}), no safetensors there"
             )

@@ -74,7 +74,10 @@ def key_rows(keys: Keys) -> list[tuple[str, str]]:
     if keys.unexpected_keys:
         rows.append((f"unexpected ({len(keys.unexpected_keys)})", summarise(keys.unexpected_keys)))
     rows += [
-        ("mismatched", f"{each.name}: expected {each.expected}, found {each.found} in {each.file}")
+        (
+            f"mismatched ({len(keys.mismatched_keys)})",
+            f"{each.name}: expected {each.expected}, found {each.found} in {each.file}",
+        )
         for each in keys.mismatched_keys[:10]
     ]
     for rule in dict.fromkeys(keys.dropped.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rich.console import Console
 from streamload.checkpoint import Checkpoint
 from streamload.cli import options
 from streamload.cli.draw import print_json, print_rows, report_rows, size
+from streamload.errors import LoadError
 
 if TYPE_CHECKING:
     from streamload.loading import Progress
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @options.threads
 @options.no_progress
 @click.option("--base", is_flag=True, help="Load the model without its head (transformers' AutoModel).")
-@click.option("--lenient", is_flag=True, help="Load what fits; names that do not are only reported.")
+@click.option("--lenient", is_flag=True, help="Load what fits; report what does not, with exit code 1.")
 def command(
     location: str,
     as_json: bool,
@@ -54,17 +54,22 @@ def command(
     own = torch_dtype(dtype_code(dtype)) if dtype is not None else None
     model = build_model(checkpoint, base=base, dtype=own)
     forecast = plan(model, checkpoint, device=device, memory_limit=memory_limit, threads=threads).forecast
-    with progress_bar(hidden=no_progress or as_json) as show:
-        report = load(
-            model,
-            checkpoint,
-            strict=not lenient,
-            device=device,
-            memory_limit=memory_limit,
-            backend=backend,
-            threads=threads,
-            progress=show,
-        )
+    try:
+        with progress_bar(hidden=no_progress or as_json) as show:
+            report = load(
+                model,
+                checkpoint,
+                strict=not lenient,
+                device=device,
+                memory_limit=memory_limit,
+                backend=backend,
+                threads=threads,
+                progress=show,
+            )
+    except LoadError as error:
+        if as_json and error.report is not None:
+            print_json({"model": type(model).__name__, **error.report.to_dict(), "error": str(error)})
+        raise
     if as_json:
         print_json({"model": type(model).__name__, **report.to_dict(), "forecast": forecast.to_dict()})
     else:
@@ -84,13 +89,13 @@ def progress_bar(*, hidden: bool) -> Iterator[Callable[[Progress], None] | None]
 
     from streamload.memory import resident
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (BarColumn(bar_width=24), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Bar(*columns, TextColumn("{task.fields[memory]}"), console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None, memory="")
 
         def show(state: Progress) -> None:
             memory = resident()
-            text = f"{size(memory.anon)} anon, {size(memory.file)} file  {os.path.basename(state.file)}"
+            text = f"memory {size(memory.anon)}"
             bar.update(task, total=state.bytes_total, completed=state.bytes_done, memory=text)
 
         yield show

@@ -56,7 +56,7 @@ def command(
     else:
         rows = plan_rows(made)
         if binding is not None:
-            verdict = "fits" if fits else "DOES NOT FIT"
+            verdict = "the peak fits" if fits else "the peak DOES NOT FIT"
             rows.append(("available", f"{size(binding.available)} by {binding.source}: {verdict}"))
         print_rows(f"{checkpoint.location} into {title}", rows)
     sys.exit(0 if fits and made.ok else 1)

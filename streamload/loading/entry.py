@@ -111,7 +111,8 @@ def load(
 
     Raises CheckpointError, MappingError, BudgetError; LoadError, with ``.report``, when names do not fit, tied copies
     differ or reading fails. After a failure that left the module partly written it refuses to run until it is loaded
-    again. An exception of the progress callback and KeyboardInterrupt are passed on, with a note that says how
+    again. Hooks of ``load_state_dict`` and modules' own ``_load_from_state_dict`` are not run: the bytes go straight into
+    the parameters. An exception of the progress callback and KeyboardInterrupt are passed on, with a note that says how
     far the load had come. The frames of streamload that such an exception holds are cleared, so that it pins no memory.
     """
     try:
@@ -341,7 +342,7 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
         lines = "".join(f"\n  {line}" for line in made.problems())
         raise LoadError(
             f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
-            "  ignore_missing / ignore_unexpected let names pass, strict=False loads what fits",
+            "  ignore_missing and ignore_unexpected let names pass; strict=False (--lenient) loads what fits",
             report=report,
         )
     if targets.stranded:
