@@ -35,6 +35,11 @@ _STORAGES = {
 #: Names of torch's dtypes and storages.
 _KIND = re.compile(r"\w+Storage|[a-z]+\d+\w*")
 
+#: Parts of a key; honest ones are strings and numbers.
+_LARGEST_KEY = 1000
+_HASHING = frozenset({"SETITEM", "SETITEMS", "DICT", "ADDITEMS", "FROZENSET"})
+_GROWING = frozenset({"SETITEM", "SETITEMS", "ADDITEMS", "APPEND", "APPENDS"})
+
 #: Where training scripts put the weights when they save more than those.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -66,7 +71,7 @@ def read_pickle(pickled: bytes, path: str) -> tuple[dict[str, View], list[str]]:
     Raises CheckpointError when it is damaged, holds no state_dict, or names a class that is not part of a plain one.
     """
     try:
-        _check_memo(pickled)
+        _check_opcodes(pickled)
         content = _Describe(pickled, path).load()
     except CheckpointError:
         raise
@@ -75,11 +80,47 @@ def read_pickle(pickled: bytes, path: str) -> tuple[dict[str, View], list[str]]:
     return _state_dict(*_unwrap(content, path), path)
 
 
-def _check_memo(pickled: bytes) -> None:
-    """Refuse numbers in the pickle's memo that no honest one has: Python makes room for all up to the largest."""
+def _check_opcodes(pickled: bytes) -> None:
+    """Refuse what no honest pickle has and what would take the reader down.
+
+    Python makes room for all numbers of the memo up to the largest. And it hashes every key of a dict: of a tuple of
+    tuples of tuples that takes for ever, or more stack than there is. So the size of what may become a key is followed:
+    a few cells for each object, the sum of all that it was made of.
+    """
+    stack: list[list[int]] = []
+    marks: list[int] = []
+    memo: dict[int, list[int]] = {}
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in ("LONG_BINPUT", "PUT") and argument > len(pickled):  # type: ignore[operator]
+        name, taken, given = opcode.name, opcode.stack_before, opcode.stack_after
+        if name in ("LONG_BINPUT", "PUT") and argument > len(pickled):  # type: ignore[operator]
             raise pickle.UnpicklingError(f"memo number {argument:,} in a pickle of {len(pickled):,} bytes")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]  # type: ignore[index]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])  # type: ignore[index]
+        else:
+            below = taken.index(pickletools.markobject) if pickletools.markobject in taken else len(taken)
+            first = marks.pop() if below < len(taken) else len(stack)
+            start = max(0, first - below)
+            used = stack[start:]
+            del stack[start:]
+            if name in _HASHING and max((key[0] for key in _keys(name, used)), default=0) > _LARGEST_KEY:
+                raise pickle.UnpicklingError("a key that is made of too many parts")
+            size = min(1 + sum(each[0] for each in used), _LARGEST_KEY + 1)
+            if name in _GROWING:
+                used[0][0] = size  # the object stays the same, also where the memo holds it
+                stack.append(used[0])
+            else:
+                stack += [[size] for _ in given]
+
+
+def _keys(name: str, used: list[list[int]]) -> list[list[int]]:
+    """Those of the objects that an opcode ``used`` which it hashes."""
+    if name in ("SETITEM", "SETITEMS"):
+        return used[1::2]
+    return used[::2] if name == "DICT" else used
 
 
 class _Describe(pickle.Unpickler):
@@ -138,7 +179,12 @@ def _tensor_v3(
     metadata: Any = None,
 ) -> View:
     numbers = (start, *shape, *strides)
-    if not isinstance(storage, Storage) or dtype not in BITS or len(shape) != len(strides):
+    if (
+        not isinstance(storage, Storage)
+        or not isinstance(dtype, str)
+        or dtype not in BITS
+        or len(shape) != len(strides)
+    ):
         raise pickle.UnpicklingError("a tensor without storage, dtype or strides")
     if any(type(number) is not int or number < 0 for number in numbers):
         raise pickle.UnpicklingError(f"a tensor with sizes and strides {numbers}")
@@ -243,4 +289,4 @@ def _state_dict(content: Any, notes: list[str], path: str) -> tuple[dict[str, Vi
 def _describe(value: Any) -> str:
     if isinstance(value, View):
         return "a single tensor"
-    return f"a {type(value).__name__}" if isinstance(value, (dict, list, tuple)) else repr(value)[:40]
+    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"

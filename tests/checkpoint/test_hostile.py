@@ -77,6 +77,21 @@ def test_a_pickle_cannot_alter_the_reader(tmp_path):
     assert_loads(honest, {"a": torch.ones(2)})
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        b")" + b"\x85" * 3_000_000,  # a tuple in a tuple in a tuple: hashing it needs more stack than there is
+        b")q\x00" + b"0h\x00h\x00\x86q\x00" * 60,  # each holds the one before twice: hashing it takes 2**60 steps
+    ],
+    ids=["deep", "doubled"],
+)
+def test_a_key_that_cannot_be_hashed(tmp_path, key):
+    path = tmp_path / "x.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02}" + key + b"K\x01s.")
+    refused(path, "data.pkl is damaged: UnpicklingError: a key that is made of too many parts")
+
+
 @pytest.mark.parametrize("options", [{"unindexed": "Load"}, {"revision": 5}], ids=["unindexed", "revision"])
 def test_arguments(tmp_path, options):
     path = write_safetensors(tmp_path / "m.safetensors", {"a": torch.ones(2)})
