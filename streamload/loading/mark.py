@@ -44,14 +44,16 @@ def settle(module: nn.Module, loaded: Collection[str], prefix: str = "") -> None
 
 
 def put(module: nn.Module, new: Mark | None) -> None:
-    """Replace the mark of ``module``, if it has one, by ``new``."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Mark)]:
-        del module._forward_pre_hooks[key]
-    module.__dict__.pop(MARK, None)
+    """Replace the mark of ``module``, if it has one, by ``new``. Ctrl-C finds the one or the other, or both."""
     if new is not None:
         module.__dict__[MARK] = new
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(new, prepend=True)
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, Mark) and hook is not new]:
+        del hooks[key]
+    if new is None:
+        module.__dict__.pop(MARK, None)
 
 
 def marked(module: nn.Module) -> Mark | None:

@@ -82,8 +82,9 @@ class _Crew:
         self._open: set[_File] = set()
         self._jobs = self._cut(work)
         self._started: list[threading.Thread] = []
+        self._ended: set[threading.Thread] = set()
         self._threads = [
-            threading.Thread(target=self._work, args=(window,), name=f"streamload-read-{number}")
+            threading.Thread(target=self._work, args=(window,), name=f"streamload-read-{number}", daemon=True)
             for number, window in enumerate(windows)
         ]
 
@@ -122,13 +123,12 @@ class _Crew:
         interrupt: BaseException | None = None
         deadline = time.monotonic() + 1
         for thread in self._started:
-            while thread.ident is None or thread.is_alive():
+            # One that Ctrl-C met while it was being started is not alive yet; one that could not be started never is.
+            while thread.is_alive() or (thread not in self._ended and time.monotonic() < deadline):
                 try:
-                    if thread.ident is not None:
+                    if thread.is_alive():
                         thread.join()
-                    elif time.monotonic() > deadline:  # the system refused to start it
-                        break
-                    else:  # Ctrl-C came while it was being started
+                    else:
                         time.sleep(0.001)
                 except KeyboardInterrupt as pressed:
                     interrupt = pressed
@@ -158,6 +158,7 @@ class _Crew:
         finally:
             self._done.put((None, 0, None))
             self._ending.set()
+            self._ended.add(threading.current_thread())
 
     def _close_if_done(self, file: _File) -> None:
         if not file.pending:
