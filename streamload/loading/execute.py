@@ -150,7 +150,8 @@ class Execution:
         return StagingPool(self.plan.threads, self.plan.window, pinned=bool(self.targets.on_device))
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
-        read_files(reads, pool.windows, self._book, pause=0.01 if self._on_progress is None else 0.0)
+        pause = 0.01 if self._on_progress is None else 0.0
+        read_files(reads, pool.windows, self._book, pause=pause, keep=dict(self.targets.tensors))
         if self._meter is not None:
             self._meter.sample()  # while the windows are still there
 

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from streamload.interrupts import postponed
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOOK = 1024 * 1024
 _STRETCH = 8 * _LOOK
@@ -64,13 +66,15 @@ class Meter:
         return self.peak - self.start
 
     def __enter__(self) -> Meter:
-        self._thread.start()
+        with postponed():
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self.sample()
-        self._thread.join()
+        with postponed():
+            self._stop.set()
+            self.sample()
+            self._thread.join()
 
 
 def _sample(meter: weakref.ref[Meter], stop: threading.Event, interval: float) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from streamload.checkpoint.spec import Stamp, stamp_of
 from streamload.errors import SourceError
+from streamload.interrupts import postponed
 from streamload.sources.batches import Batch, Read, batches
 from streamload.sources.staging import Staging
 from streamload.sources.system import BLOCK, DONTCACHE, O_DIRECT, cached, copy_memory, read_at, wholly_cached
@@ -49,19 +50,29 @@ def read_files(
     on_done: Callable[[str, list[Read], int], None],
     *,
     pause: float = 0.0,
+    keep: object = None,
 ) -> None:
     """Carry out ``work`` with one thread for each of the ``windows``.
 
     ``on_done(path, reads, bytes_read)`` is called in this thread for every batch whose bytes are in place; an exception
     in it cancels. With a ``pause`` it is called only every so many seconds, for all that was done meanwhile: where cores are
     few, waking up for every batch takes up to a tenth of the readers' time. However this ends, the threads are joined and
-    the files closed. Raises SourceError when a file cannot be read or is shorter than its header said.
+    the files closed; ``keep`` is what owns the memory that they write to. Raises SourceError when a file cannot be read or
+    is shorter than its header said.
     """
-    crew = _Crew(work, windows)
+    crew = _Crew(work, windows, keep)
     try:
         crew.run(on_done, pause)
     finally:
-        crew.close()
+        while True:  # Ctrl-C can come before it is postponed
+            try:
+                with postponed():
+                    crew.close()
+                break
+            except KeyboardInterrupt:
+                crew.interrupted = True
+    if crew.interrupted:
+        raise KeyboardInterrupt
 
 
 def file_in_cache(path: str) -> bool:
@@ -74,7 +85,9 @@ def file_in_cache(path: str) -> bool:
 
 
 class _Crew:
-    def __init__(self, work: Iterable[FileReads], windows: list[Staging]) -> None:
+    def __init__(self, work: Iterable[FileReads], windows: list[Staging], keep: object) -> None:
+        self.interrupted = False
+        self._keep = keep
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._ending = threading.Event()
@@ -99,9 +112,10 @@ class _Crew:
             self._close_if_done(file)
 
     def run(self, on_done: Callable[[str, list[Read], int], None], pause: float) -> None:
-        for thread in self._threads:
-            self._started.append(thread)
-            thread.start()
+        with postponed():
+            for thread in self._threads:
+                self._started.append(thread)
+                thread.start()
         running = len(self._threads)
         failure: BaseException | None = None
         while running:
@@ -118,27 +132,21 @@ class _Crew:
             raise failure
 
     def close(self) -> None:
-        """Stop and join the threads, however often the user presses Ctrl-C meanwhile, and close the files."""
+        """Stop and join the threads and close the files. May be called again when it was interrupted."""
         self._stop.set()
-        interrupt: BaseException | None = None
         deadline = time.monotonic() + 1
         for thread in self._started:
             # One that Ctrl-C met while it was being started is not alive yet; one that could not be started never is.
             while thread.is_alive() or (thread not in self._ended and time.monotonic() < deadline):
-                try:
-                    if thread.is_alive():
-                        thread.join()
-                    else:
-                        time.sleep(0.001)
-                except KeyboardInterrupt as pressed:
-                    interrupt = pressed
+                if thread.is_alive():
+                    thread.join()
+                else:
+                    time.sleep(0.001)
         for file in self._open:
             file.close()
         self._jobs.close()  # type: ignore[attr-defined]
         self._threads.clear()
         self._started.clear()
-        if interrupt is not None:
-            raise interrupt
 
     def _work(self, window: Staging) -> None:
         try:
