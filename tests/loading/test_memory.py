@@ -49,10 +49,12 @@ def test_extra_memory_stays_within_the_budget_and_the_forecast(checkpoint, budge
     assert result["extra"] <= limit
     assert result["staging"] <= limit
     tolerance = max(4 * MiB, 0.1 * result["staging"])
-    assert result["extra"] - result["staging"] <= tolerance
-    if cold:  # the system may take a warm file's pages back before plan looks, and bring them in again before load does
-        assert result["staging"] - result["extra"] <= tolerance
-    assert abs(result["extra"] - result["report_extra"]) <= 3 * MiB  # two samplers see different moments
+    # The sampler can miss the end, when all parameters are full and the windows still there; the report looks just then.
+    assert result["extra"] - result["report_extra"] <= 3 * MiB
+    extra = max(result["extra"], result["report_extra"])
+    assert extra - result["staging"] <= tolerance
+    if cold:  # of a warm file the system may take pages back, so that windows are forecast for nothing
+        assert result["staging"] - extra <= tolerance
     assert result["left"] <= MiB
     # A file's blocks are read once; where windows cut a cast on elements, a block lies in two.
     assert result["wanted"] <= result["read"] <= result["wanted"] * 1.005 + 4096 * 2
