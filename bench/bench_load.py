@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 import streamload
-from streamload.loading.entry import default_threads
+from streamload.loading.forecast import default_threads
 from streamload.sources.direct import JOB
 from streamload.sources.staging import WINDOW, StagingPool
 from streamload.sources.system import O_DIRECT, copy_memory, read_at
@@ -194,7 +194,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--folder", help="where the checkpoints (2 GB each) are made; a file system on a disk")
+    parser.add_argument("--folder", help="where the checkpoints (up to 4 GB) are made; a file system on a disk")
     options = parser.parse_args()
     lines = [
         "# Benchmarks",

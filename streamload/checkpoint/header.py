@@ -23,8 +23,10 @@ from streamload.checkpoint.spec import TensorSpec
 from streamload.errors import CheckpointError
 
 #: A header longer than this is refused: a million tensors take about 100 MB.
-MAX_DIMENSIONS = 64
 MAX_HEADER_BYTES = 512 * 1024 * 1024
+
+#: As many dimensions as torch allows a tensor to have.
+MAX_DIMENSIONS = 64
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _ONLY_INT = frozenset({int})
@@ -172,9 +174,7 @@ def _specs(table: dict[str, Any], path: str, data_start: int) -> list[TensorSpec
             begin, end = offsets
             numbers += shape
             numbers += offsets
-            if (
-                len(shape) > MAX_DIMENSIONS or sum(shape) < 0
-            ):  # a sum of strings or lists fails; their product can be huge
+            if len(shape) > MAX_DIMENSIONS or sum(shape) < 0:  # strings and lists have no sum, but huge products
                 raise ValueError
             if prod(shape) * bits[dtype] != (end - begin) * 8 or dtype == "F4" or type(shape) is not list:
                 raise ValueError
@@ -248,15 +248,16 @@ def _check_cover(specs: list[TensorSpec], path: str, data_start: int, size: int,
 
 
 def _shown(value: object) -> str:
-    """The beginning of ``value`` as JSON, however odd it is."""
+    """The beginning of ``value`` as JSON."""
     try:
         return json.dumps(value)[:80]
-    except (RecursionError, ValueError):  # too deep; a number of too many digits
-        return _type(value)[:80] if isinstance(value, (list, dict)) else "a number of very many digits"
+    except RecursionError:
+        return "something nested too deep to show"
 
 
 def _type(value: object) -> str:
-    return {list: "a list", dict: "an object", str: "a string", type(None): "null"}.get(type(value), repr(value))
+    kinds = {list: "a list", dict: "an object", str: "a string", type(None): "null"}
+    return kinds.get(type(value)) or _shown(value)
 
 
 def _torch_version() -> str:

@@ -69,7 +69,9 @@ def command(
     except LoadError as error:
         if as_json and error.report is not None:
             print_json({"model": type(model).__name__, **error.report.to_dict(), "error": str(error)})
-        raise
+        if lenient or error.report is None or error.report.ok:
+            raise
+        raise LoadError(f"{error}; here: --lenient", report=error.report) from error
     if as_json:
         print_json({"model": type(model).__name__, **report.to_dict(), "forecast": forecast.to_dict()})
     else:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -14,18 +12,20 @@ import torch
 from torch import nn
 
 from streamload.checkpoint import Checkpoint
-from streamload.errors import BudgetError, LoadError, SourceError
+from streamload.errors import BudgetError, LoadError
 from streamload.loading.execute import Execution, needs_windows
+from streamload.loading.failure import clear_frames, where
+from streamload.loading.forecast import forecast, resident
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, marked, put, settle
-from streamload.loading.planning import Forecast, LoadPlan, NameMap, make_plan
+from streamload.loading.planning import LoadPlan, NameMap, make_plan
 from streamload.loading.report import LoadReport
-from streamload.loading.targets import Targets, dtype_code, is_solid, module_targets, table_targets
-from streamload.memory import Limits, Meter, resolve_budget
+from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
+from streamload.memory import Meter
 from streamload.memory.collector import quiet_collector
-from streamload.memory.meter import resident_bytes, trim
-from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, split_budget
+from streamload.memory.meter import trim
+from streamload.sources.staging import FIXED_OVERHEAD
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]
 """``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
@@ -105,9 +105,9 @@ def load(
     to let pass; each hit is in ``report.dropped``. ``device`` and ``dtype``: where the weights go and what plain floats
     become; ``None`` leaves parameters where and what they are (meta goes to the CPU). ``memory_limit``: host bytes beyond
     the parameters, as a number, ``"32MiB"``, ``"10%"`` or ``"auto"`` (the smaller of 64 MiB and a quarter of what the host
-    leaves). ``threads``: reading threads. ``progress``: called in this thread with a Progress as bytes arrive; an exception
-    in it cancels the load. ``untie``: give a tied parameter memory of its own where the checkpoint stores two different
-    values for it, which is an error otherwise.
+    leaves). ``threads``: reading threads, at most 64. ``progress``: called in this thread with a Progress as bytes arrive;
+    an exception in it cancels the load. ``untie``: give a tied parameter memory of its own where the checkpoint stores two
+    different values for it, which is an error otherwise.
 
     Raises CheckpointError, MappingError, BudgetError; LoadError, with ``.report``, when names do not fit, tied copies
     differ or reading fails. After a failure that left the module partly written it refuses to run until it is loaded
@@ -131,7 +131,7 @@ def load(
         return _load(model, weights, _Options(*options), strict=strict, untie=untie)
     except BaseException as error:
         del model, weights, mapper, progress, options
-        _clear_frames(error)
+        clear_frames(error)
         raise
 
 
@@ -211,8 +211,8 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
             ignore_unexpected=options.ignore_unexpected,
             ignore_missing=options.ignore_missing,
         )
-        already = _resident(made, targets)
-    _forecast(made, targets, already, options)
+        already = resident(made, targets)
+    forecast(made, targets, already, device, options.memory_limit, options.threads)
     return _Prepared(made, targets, device, already, started)
 
 
@@ -228,32 +228,6 @@ def _open(weights: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(weights, (str, os.PathLike)):
         raise LoadError(f"weights: expected a path, a name or a Checkpoint, found {type(weights).__name__}")
     return Checkpoint.open(weights)
-
-
-def _forecast(made: LoadPlan, targets: Targets, already: int, options: _Options) -> None:
-    """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
-    params = _host_bytes(made, targets, options.where)
-    left = Limits.read().available - max(0, params - already)
-    budget = resolve_budget(options.memory_limit, max(0, left))
-    if options.memory_limit == "auto":
-        budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
-    made.threads, made.window = split_budget(budget, options.threads or default_threads())
-    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
-
-
-def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -> int:
-    """Bytes that the targets to be filled will take of host memory."""
-    if device is not None and device.type != "cpu":
-        return 0
-    if device is None and targets.on_device:
-        names = (placement.target for placement in made.placements)
-        return sum(targets.specs[name].nbytes for name in names if name not in targets.on_device)
-    return sum(placement.spec.nbytes for placement in made.placements) + made.cast_growth
-
-
-def default_threads() -> int:
-    """Reading threads: one for each core that this process may use, at least two and at most eight."""
-    return min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 def _load(
@@ -300,7 +274,7 @@ def _execute(
             _settle_ties(execution, report, untie)
             _check_written(execution.ledger)
     except BaseException as error:
-        place = _where(error, execution)
+        place = where(error, execution)
         if targets.touched:
             mark(model, f"{type(error).__name__} {place}", ())
         else:
@@ -314,9 +288,8 @@ def _execute(
     finally:
         trim()
     loaded = {*names, *(alias for alias, first in targets.aliases.items() if first in names)}
-    for prefix, module in targets.marked:
+    for prefix, module in [*targets.marked, ("", model)]:
         settle(module, loaded, prefix)
-    settle(model, loaded)
     # Memory that the allocator had at hand is no growth; but all targets are there now.
     _fill(report, execution.ledger, max(already + meter.growth, made.forecast.params_bytes), started)
 
@@ -342,7 +315,7 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
         lines = "".join(f"\n  {line}" for line in made.problems())
         raise LoadError(
             f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
-            "  ignore_missing and ignore_unexpected let names pass; strict=False (--lenient) loads what fits",
+            "  ignore_missing and ignore_unexpected let names pass; strict=False loads what fits",
             report=report,
         )
     if targets.stranded:
@@ -363,9 +336,10 @@ def _settle_ties(execution: Execution, report: LoadReport, untie: bool) -> None:
     ]
     if differences and not untie:
         copy, largest = differences[0]
+        amount = f"by up to {largest:g}" if largest else "in their bits"
         many = f"; {len(differences)} such tensors" if len(differences) > 1 else ""
         raise LoadError(
-            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint (by up to {largest:g}{many}); "
+            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint ({amount}{many}); "
             "untie=True gives each its own memory",
             report=report,
         )
@@ -380,37 +354,6 @@ def _settle_ties(execution: Execution, report: LoadReport, untie: bool) -> None:
 def _check_written(ledger: Ledger) -> None:
     if unwritten := ledger.unwritten():
         raise LoadError(f"not every byte was written once, which is a fault of streamload: {summarise(unwritten)}")
-
-
-def _resident(made: LoadPlan, targets: Targets) -> int:
-    """Bytes of the targets to be filled that are in host memory already; 0 for a table.
-
-    Raises LoadError when two targets share memory without being one tensor: whichever came last would win.
-    """
-    if targets.module is None:
-        return 0
-    specs = targets.specs
-    ranges = [(specs[name].address, spec.nbytes, name) for spec, name, _, _ in made.placements if specs[name].address]
-    loose: list[tuple[int, int]] = []
-    if len(ranges) < len(made.placements):
-        for _, name, _, _ in made.placements:
-            tensor = targets.tensors[name]
-            if not specs[name].address and tensor.is_cpu:
-                place = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
-                if is_solid(tensor):
-                    ranges.append((*place, name))
-                else:
-                    loose.append(place)
-    ranges.sort()
-    end, before = 0, ""
-    for address, nbytes, name in ranges:
-        if address < end and nbytes:
-            raise LoadError(
-                f"{before} and {name} share memory but are not the same view of it, so both cannot be loaded; give one of "
-                "them memory of its own, or ignore it"
-            )
-        end, before = address + nbytes, name
-    return resident_bytes([*(each[:2] for each in ranges), *loose])
 
 
 class _Teller:
@@ -440,38 +383,3 @@ def _is_ours(error: BaseException, teller: _Teller | None) -> bool:
         and not isinstance(error, BudgetError)
         and (teller is None or error is not teller.failure)
     )
-
-
-def _where(error: BaseException, execution: Execution) -> str:
-    """At which tensor, of which file, after how much."""
-    ledger, placements = execution.ledger, execution.placements
-    amount = f"after {ledger.bytes_written:,} of {ledger.bytes_wanted:,} bytes"
-    number = ledger.last
-    if isinstance(error, SourceError) and error.offset is not None:
-        at = error.offset
-        touched = (
-            number
-            for number, placement in enumerate(placements)
-            if placement.spec.file == error.path and placement.spec.offset + placement.spec.span > at
-        )
-        number = next(touched, number)
-    if not placements:
-        return amount
-    spec = placements[number].spec
-    return f"at tensor {spec.name!r} ({number + 1} of {len(placements)}) of {spec.file}, {amount}"
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Clear the finished frames of streamload and torch that ``error`` and its causes hold."""
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        link = chain.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        chain += [link.__cause__, link.__context__]
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            if frame.f_globals.get("__name__", "").partition(".")[0] in ("streamload", "torch"):
-                with suppress(RuntimeError):  # it is still running: ours, which has let go of everything itself
-                    frame.clear()

@@ -18,7 +18,8 @@ from streamload.loading.planning import Copy, LoadPlan
 from streamload.loading.targets import Targets, takes_device_memory, torch_dtype
 from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
-from streamload.sources.direct import FileReads, file_in_cache, read_files
+from streamload.sources.direct import FileReads, read_files
+from streamload.sources.file import file_in_cache
 from streamload.sources.staging import Staging, StagingPool
 from streamload.sources.system import BLOCK
 
@@ -151,7 +152,7 @@ class Execution:
 
     def _read(self, pool: StagingPool, reads: Iterable[FileReads]) -> None:
         pause = 0.01 if self._on_progress is None else 0.0
-        read_files(reads, pool.windows, self._book, pause=pause, keep=dict(self.targets.tensors))
+        read_files(reads, pool.windows, self._book, pause=pause, keep=self.targets)
         if self._meter is not None:
             self._meter.sample()  # while the windows are still there
 

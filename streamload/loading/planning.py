@@ -54,8 +54,6 @@ class LoadPlan(Keys):
 
     placements: list[Placement] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    cast_growth: int = 0
-    """Bytes by which casts make the targets larger than what is stored."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
     stamps: dict[str, Stamp | None] = field(default_factory=dict, repr=False)
@@ -121,18 +119,13 @@ def make_plan(
 def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> None:
     # Of a tied parameter one stored copy is written: that of its first name, else of the first alias, in module order.
     writers: dict[str, str] = {}
-    if targets.aliases:  # what does not fit cannot be the one that is written
-        arrived = {name: spec for name, spec in arrived.items() if _fits(plan, targets, spec, name)}
+    arrived = {name: spec for name, spec in arrived.items() if _fits(plan, targets, spec, name)}
     for alias, first in targets.aliases.items():
         if first not in arrived and alias in arrived:
             writers.setdefault(first, alias)
-    specs, aliases, new = targets.specs, targets.aliases, tuple.__new__
+    aliases, new = targets.aliases, tuple.__new__
     for name, spec in arrived.items():
         first = aliases.get(name, name) if aliases else name
-        target = specs[first]
-        plain = aliases or (spec.shape == target.shape and spec.dtype == target.dtype)
-        if not plain and not _fits(plan, targets, spec, name):
-            continue
         writer = arrived[writers.get(first, first)]
         if spec is writer:
             plan.placements.append(new(Placement, (spec, first, None, None)))
@@ -144,6 +137,8 @@ def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> 
 def _fits(plan: LoadPlan, targets: Targets, spec: TensorSpec, name: str) -> bool:
     """Whether ``spec`` can fill the target ``name``; notes casts and mismatches."""
     target = targets.specs[targets.aliases.get(name, name)]
+    if spec.shape == target.shape and spec.dtype == target.dtype:
+        return True
     if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
         plan.mismatched_keys.append(
             Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file)
@@ -158,7 +153,6 @@ def _fits(plan: LoadPlan, targets: Targets, spec: TensorSpec, name: str) -> bool
             Mismatch(name, target.dtype, f"{spec.dtype} (only plain floats are converted unasked)", spec.file)
         )
         return False
-    plan.cast_growth += target.nbytes - spec.nbytes
     plan.casts.append(Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype)))
     return True
 

@@ -10,6 +10,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from streamload.interrupts import postponed
+
 
 @contextmanager
 def quiet_collector() -> Iterator[Callable[[], None]]:
@@ -33,7 +35,8 @@ def quiet_collector() -> Iterator[Callable[[], None]]:
         gc.disable()
         yield spare
     finally:
-        if frozen:
-            gc.unfreeze()
-        if was_on:
-            gc.enable()
+        with postponed():
+            if frozen:
+                gc.unfreeze()
+            if was_on:
+                gc.enable()

@@ -221,6 +221,15 @@ def test_load_refuses_a_checkpoint_without_the_last_layer(one_layer_more: Path):
     assert "nothing was read" in line
 
 
+def test_a_refused_load_prints_its_report_as_json_too(one_layer_more: Path):
+    done = run("load", one_layer_more, "--json")
+    assert done.code == 1
+    assert len(done.json["missing_keys"]) == 16
+    assert done.json["bytes_read"] == 0
+    assert "nothing was read" in done.json["error"]
+    assert "; here: --lenient" in done.err
+
+
 def test_load_leniently_reports_and_still_says_no(one_layer_more: Path):
     done = run("load", one_layer_more, "--lenient", "--json")
     assert (done.code, done.err) == (1, "")

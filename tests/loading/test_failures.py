@@ -16,7 +16,6 @@ import torch
 
 from streamload import Checkpoint, LoadError, load, partial_load
 from streamload.errors import SourceError
-from streamload.sources import direct
 from streamload.sources.system import read_at
 from streamload.testing import module_of, write_safetensors
 from tests.cache import evict, warm
@@ -45,7 +44,7 @@ def cut(monkeypatch, path):
                 os.truncate(path, end)
             return got
 
-        monkeypatch.setattr(direct, "read_at", read_and_cut)
+        monkeypatch.setattr("streamload.sources.file.read_at", read_and_cut)
 
     return at
 

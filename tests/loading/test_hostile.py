@@ -97,6 +97,11 @@ class TestTies:
         with pytest.raises(LoadError, match="b and a are tied in the module but differ"):
             load(bare(a=w, b=w), stored(tmp_path, a=first, b=second))
 
+    def test_a_difference_of_bits_alone_is_told_as_that(self, tmp_path):
+        w = torch.zeros(1)
+        with pytest.raises(LoadError, match=r"differ in the checkpoint \(in their bits\)"):
+            load(bare(a=w, b=w), stored(tmp_path, a=torch.tensor([0.0]), b=torch.tensor([-0.0])))
+
     def test_not_a_number_equals_itself(self, tmp_path):
         w = torch.zeros(2, dtype=torch.complex128)
         nan = torch.full([2], complex("nan"), dtype=torch.complex128)
@@ -124,6 +129,12 @@ class TestTies:
         report = load(module, stored(tmp_path, a=torch.ones(3), b=torch.full([2], 5.0)), strict=False)
         assert [each.name for each in report.mismatched_keys] == ["a"]
         assert module.a.tolist() == [5.0, 5.0]
+
+    def test_a_cast_is_forecast_once(self, tmp_path):
+        w = torch.zeros(1000, dtype=torch.bfloat16)
+        half = torch.ones(1000, dtype=torch.bfloat16)
+        path = stored(tmp_path, a=half, b=half.clone())
+        assert plan(bare(a=w, b=w), path, dtype="float32").forecast.params_bytes == 4000
 
 
 class TestMarks:

@@ -28,11 +28,16 @@ def checkpoint(tmp_path_factory) -> str:
     (tmp_path_factory.getbasetemp() / path).unlink()
 
 
-def measured(path: str, **options):
-    command = [sys.executable, "-m", "tests.loading.measured", json.dumps({"path": path, **options})]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def measured(path: str, *, cold: bool = True, **options):
+    command = [sys.executable, "-m", "tests.loading.measured", json.dumps({"path": path, "cold": cold, **options})]
+    for _ in range(5):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        if cold or False not in result["cached"]:
+            break
+    else:
+        pytest.fail("the system took pages of the file out of the cache in each of 5 runs")
     shown = {key: round(result[key] / MiB, 2) for key in ("params", "staging", "extra", "report_extra")}
     print(options, shown, f"{result['seconds']:.2f} s")
     return result
@@ -49,12 +54,8 @@ def test_extra_memory_stays_within_the_budget_and_the_forecast(checkpoint, budge
     assert result["extra"] <= limit
     assert result["staging"] <= limit
     tolerance = max(4 * MiB, 0.1 * result["staging"])
-    # The sampler can miss the end, when all parameters are full and the windows still there; the report looks just then.
-    assert result["extra"] - result["report_extra"] <= 3 * MiB
-    extra = max(result["extra"], result["report_extra"])
-    assert extra - result["staging"] <= tolerance
-    if cold:  # of a warm file the system may take pages back, so that windows are forecast for nothing
-        assert result["staging"] - extra <= tolerance
+    assert abs(result["extra"] - result["staging"]) <= tolerance
+    assert abs(result["extra"] - result["report_extra"]) <= 3 * MiB  # two samplers see different moments
     assert result["left"] <= MiB
     # A file's blocks are read once; where windows cut a cast on elements, a block lies in two.
     assert result["wanted"] <= result["read"] <= result["wanted"] * 1.005 + 4096 * 2

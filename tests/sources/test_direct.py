@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from streamload.errors import BudgetError, SourceError
-from streamload.sources import direct
-from streamload.sources.batches import Read
-from streamload.sources.direct import FileReads, file_in_cache, read_files
+from streamload.sources.batches import Batch, Read
+from streamload.sources.direct import FileReads, read_files
+from streamload.sources.file import File, file_in_cache
 from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, WINDOW, StagingPool, split_budget
 from streamload.sources.system import BLOCK, read_at
 from tests.cache import evict, in_cache, warm
@@ -39,9 +39,9 @@ def file(request, tmp_path, content, monkeypatch):
     if request.param != "tmpfs":
         (warm if request.param == "warm" else evict)(path)
     if request.param.startswith("no-direct"):
-        monkeypatch.setattr(direct, "O_DIRECT", 0)
+        monkeypatch.setattr("streamload.sources.file.O_DIRECT", 0)
     if request.param.endswith("no-dontcache"):
-        monkeypatch.setattr(direct, "DONTCACHE", 0)
+        monkeypatch.setattr("streamload.sources.file.DONTCACHE", 0)
     return str(path)
 
 
@@ -117,10 +117,10 @@ def test_a_file_that_shrinks_under_the_reader(tmp_path, content, state):
     path = tmp_path / "data"
     path.write_bytes(content)
     (warm if state == "warm" else evict)(path)
-    opened = direct._File(str(path), SIZE)
+    opened = File(str(path), SIZE)
     os.truncate(path, 1_000_000)
     target = ctypes.create_string_buffer(SIZE)
-    batch = direct.Batch(0, SIZE, [Read(0, SIZE, ctypes.addressof(target), None, 0)], True)
+    batch = Batch(0, SIZE, [Read(0, SIZE, ctypes.addressof(target), None, 0)], True)
     with StagingPool(1, WINDOW_BYTES) as pool, pytest.raises(SourceError, match="ends at byte 1,000,000"):
         opened.read(batch, pool.windows[0], threading.Event())
     opened.close()

@@ -1,0 +1,82 @@
+"""How much host memory a load will take, worked out before it begins."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from streamload.errors import LoadError
+from streamload.loading.planning import Forecast, LoadPlan
+from streamload.loading.targets import Targets, is_solid
+from streamload.memory import Limits, resolve_budget
+from streamload.memory.meter import resident_bytes
+from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, split_budget
+
+
+def forecast(
+    made: LoadPlan,
+    targets: Targets,
+    already: int,
+    device: torch.device | None,
+    memory_limit: int | str,
+    threads: int | None,
+) -> None:
+    """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
+    params = _host_bytes(made, targets, device)
+    left = Limits.read().available - max(0, params - already)
+    budget = resolve_budget(memory_limit, max(0, left))
+    if memory_limit == "auto":
+        budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
+    made.threads, made.window = split_budget(budget, threads or default_threads())
+    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
+
+
+def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -> int:
+    """Bytes that the targets to be filled will take of host memory."""
+    if device is not None and device.type != "cpu":
+        return 0
+    elsewhere = targets.on_device if device is None else ()
+    planned = ((placement.spec, targets.specs[placement.target]) for placement in made.placements)
+    return sum(
+        spec.nbytes if spec.dtype == target.dtype else target.nbytes
+        for spec, target in planned
+        if target.name not in elsewhere
+    )
+
+
+def default_threads() -> int:
+    """Reading threads: one for each core that this process may use, at least two and at most eight."""
+    return min(8, max(2, len(os.sched_getaffinity(0))))
+
+
+def resident(made: LoadPlan, targets: Targets) -> int:
+    """Bytes of the targets to be filled that are in host memory already; 0 for a table.
+
+    Raises LoadError when two targets share memory without being one tensor: whichever came last would win.
+    """
+    if targets.module is None:
+        return 0
+    specs = targets.specs
+    ranges = [(specs[name].address, spec.nbytes, name) for spec, name, _, _ in made.placements if specs[name].address]
+    loose: list[tuple[int, int]] = []
+    if len(ranges) < len(made.placements):
+        for _, name, _, _ in made.placements:
+            tensor = targets.tensors[name]
+            if not specs[name].address and tensor.is_cpu:
+                place = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                if is_solid(tensor):
+                    ranges.append((*place, name))
+                else:
+                    loose.append(place)
+    ranges.sort()
+    end, before = 0, ""
+    for address, nbytes, name in ranges:
+        if address < end and nbytes:
+            raise LoadError(
+                f"{before} and {name} share memory but are not the same view of it, so both cannot be loaded; give one of "
+                "them memory of its own, or ignore it"
+            )
+        if address + nbytes > end:
+            end, before = address + nbytes, name
+    return resident_bytes([*(each[:2] for each in ranges), *loose])
