@@ -10,8 +10,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from streamload.interrupts import postponed
-
 
 @contextmanager
 def quiet_collector() -> Iterator[Callable[[], None]]:
@@ -35,8 +33,7 @@ def quiet_collector() -> Iterator[Callable[[], None]]:
         gc.disable()
         yield spare
     finally:
-        with postponed():
-            if frozen:
-                gc.unfreeze()
-            if was_on:
-                gc.enable()
+        if frozen:
+            gc.unfreeze()
+        if was_on:
+            gc.enable()
