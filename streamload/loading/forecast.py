@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from streamload.errors import LoadError
 from streamload.loading.planning import Forecast, LoadPlan
@@ -37,12 +38,10 @@ def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -
     if device is not None and device.type != "cpu":
         return 0
     elsewhere = targets.on_device if device is None else ()
-    planned = ((placement.spec, targets.specs[placement.target]) for placement in made.placements)
-    return sum(
-        spec.nbytes if spec.dtype == target.dtype else target.nbytes
-        for spec, target in planned
-        if target.name not in elsewhere
-    )
+    if not elsewhere and not made.casts:
+        return sum(placement.spec.nbytes for placement in made.placements)
+    names = (placement.target for placement in made.placements)
+    return sum(targets.specs[name].nbytes for name in names if name not in elsewhere)
 
 
 def default_threads() -> int:
@@ -57,26 +56,29 @@ def resident(made: LoadPlan, targets: Targets) -> int:
     """
     if targets.module is None:
         return 0
-    specs = targets.specs
-    ranges = [(specs[name].address, spec.nbytes, name) for spec, name, _, _ in made.placements if specs[name].address]
+    specs, tensors = targets.specs, targets.tensors
+    solid = [(specs[name].address, spec.nbytes) for spec, name, _, _ in made.placements if specs[name].address]
     loose: list[tuple[int, int]] = []
-    if len(ranges) < len(made.placements):
-        for _, name, _, _ in made.placements:
-            tensor = targets.tensors[name]
-            if not specs[name].address and tensor.is_cpu:
+    if len(solid) < len(made.placements):
+        others = (tensors[name] for _, name, _, _ in made.placements if not specs[name].address)
+        for tensor in others:
+            if tensor.is_cpu:
                 place = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
-                if is_solid(tensor):
-                    ranges.append((*place, name))
-                else:
-                    loose.append(place)
-    ranges.sort()
-    end, before = 0, ""
-    for address, nbytes, name in ranges:
+                (solid if is_solid(tensor) else loose).append(place)
+    solid.sort()
+    end = 0
+    for address, nbytes in solid:
         if address < end and nbytes:
+            at = (
+                name for _, name, _, _ in made.placements if tensors[name].data_ptr() <= address < _end(tensors[name])
+            )
             raise LoadError(
-                f"{before} and {name} share memory but are not the same view of it, so both cannot be loaded; give one of "
+                f"{' and '.join(at)} share memory but are not the same view of it, so both cannot be loaded; give one of "
                 "them memory of its own, or ignore it"
             )
-        if address + nbytes > end:
-            end, before = address + nbytes, name
-    return resident_bytes([*(each[:2] for each in ranges), *loose])
+        end = max(end, address + nbytes)
+    return resident_bytes(solid + loose)
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size() if tensor.is_cpu else 0

@@ -13,7 +13,7 @@ from streamload.checkpoint.spec import Stamp
 from streamload.errors import LoadError, MappingError
 from streamload.loading.keys import Cast, Keys, Mismatch, summarise
 from streamload.loading.placement import Placement
-from streamload.loading.targets import Targets
+from streamload.loading.targets import Target, Targets
 
 #: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
 RECOMPUTED = "recomputed buffer"
@@ -117,28 +117,29 @@ def make_plan(
 
 
 def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> None:
+    specs, aliases, new = targets.specs, targets.aliases, tuple.__new__
+    fitting: dict[str, TensorSpec] = {}
+    for name, spec in arrived.items():
+        target = specs[aliases.get(name, name)]
+        if (spec.shape == target.shape and spec.dtype == target.dtype) or _fits(plan, target, spec, name):
+            fitting[name] = spec
     # Of a tied parameter one stored copy is written: that of its first name, else of the first alias, in module order.
     writers: dict[str, str] = {}
-    arrived = {name: spec for name, spec in arrived.items() if _fits(plan, targets, spec, name)}
-    for alias, first in targets.aliases.items():
-        if first not in arrived and alias in arrived:
+    for alias, first in aliases.items():
+        if first not in fitting and alias in fitting:
             writers.setdefault(first, alias)
-    aliases, new = targets.aliases, tuple.__new__
-    for name, spec in arrived.items():
+    for name, spec in fitting.items():
         first = aliases.get(name, name) if aliases else name
-        writer = arrived[writers.get(first, first)]
+        writer = fitting[writers.get(first, first)]
         if spec is writer:
             plan.placements.append(new(Placement, (spec, first, None, None)))
         elif (spec.file, spec.offset, spec.strides) != (writer.file, writer.offset, writer.strides):
             plan.copies.append(Copy(spec, name, first))
-    plan.tied = {alias: first for alias, first in targets.aliases.items() if first in arrived or first in writers}
+    plan.tied = {alias: first for alias, first in targets.aliases.items() if first in fitting or first in writers}
 
 
-def _fits(plan: LoadPlan, targets: Targets, spec: TensorSpec, name: str) -> bool:
-    """Whether ``spec`` can fill the target ``name``; notes casts and mismatches."""
-    target = targets.specs[targets.aliases.get(name, name)]
-    if spec.shape == target.shape and spec.dtype == target.dtype:
-        return True
+def _fits(plan: LoadPlan, target: Target, spec: TensorSpec, name: str) -> bool:
+    """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
     if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
         plan.mismatched_keys.append(
             Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file)

@@ -18,6 +18,8 @@ from streamload.loading.mark import MARK
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)
 }
+_COMPLEX = frozenset({"C64", "C128"})
+
 #: Modules lie no deeper than this unless one contains itself.
 _DEEPEST = 500
 
@@ -173,7 +175,7 @@ def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]
             shape = (*shape[:-1], shape[-1] * 2)
         if dtype is not None and code in FLOATS:
             wanted = dtype
-        if tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or (code in _COMPLEX and tensor.is_conj()):
             raise LoadError(
                 f"{name} is a view that negates or conjugates what its memory holds, so stored bytes are not its values; "
                 "resolve it first (tensor.resolve_conj().resolve_neg())"
