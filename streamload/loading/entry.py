@@ -19,7 +19,7 @@ from streamload.loading.forecast import forecast, resident
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, marked, put, settle
-from streamload.loading.planning import LoadPlan, NameMap, make_plan
+from streamload.loading.planning import LoadPlan, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
 from streamload.memory import Meter
@@ -178,17 +178,6 @@ class _Options:
         """The dtype's code, checked."""
         return None if self.dtype is None else dtype_code(self.dtype)
 
-    @property
-    def name_map(self) -> NameMap | None:
-        """The mapper as a function."""
-        mapper = self.mapper
-        if mapper is None:
-            return None
-        found = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
-        if not callable(found):
-            raise LoadError(f"mapper: expected a callable or an object with map_name, found {type(mapper).__name__}")
-        return found  # type: ignore[no-any-return]
-
 
 class _Prepared(NamedTuple):
     plan: LoadPlan
@@ -207,7 +196,7 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
         made = make_plan(
             weights if isinstance(weights, Checkpoint) else _open(weights),
             targets,
-            name_map=options.name_map,
+            mapper=options.mapper,
             ignore_unexpected=options.ignore_unexpected,
             ignore_missing=options.ignore_missing,
         )
@@ -265,7 +254,7 @@ def _execute(
     made, targets, device, already, started = prepared
     teller = _Teller(made, progress) if progress is not None else None
     execution = Execution(made, targets, teller)
-    names = dict.fromkeys(placement.target for placement in made.placements)
+    names = made.filled()
     earlier, meter = marked(model), None
     try:
         mark(model, "its load has not ended", names)
@@ -329,22 +318,21 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
 def _settle_ties(execution: Execution, report: LoadReport, untie: bool) -> None:
     differences = execution.differences
     apart = {difference.copy.alias for difference in differences}
+    equal = {copy.alias: copy.target for copy in execution.plan.copies if copy.alias not in apart}
     report.notes += [
-        f"{copy.alias}: stored as well as {copy.target}, with equal values; they stay tied"
-        for copy in execution.plan.copies
-        if copy.alias not in apart
+        f"{alias}: stored as well as {first}, with equal values; they stay tied" for alias, first in equal.items()
     ]
     if differences and not untie:
         copy, largest = differences[0]
         amount = f"by up to {largest:g}" if largest else "in their bits"
-        many = f"; {len(differences)} such tensors" if len(differences) > 1 else ""
+        many = f"; {len(apart)} such tensors" if len(apart) > 1 else ""
         raise LoadError(
             f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint ({amount}{many}); "
             "untie=True gives each its own memory",
             report=report,
         )
     if differences:
-        execution.untie([difference.copy for difference in differences])
+        execution.untie([copy for copy in execution.plan.copies if copy.alias in apart])
         for alias in apart:
             report.notes.append(
                 f"{alias}: untied from {report.tied.pop(alias)}, since the checkpoint stores two values"
@@ -360,7 +348,10 @@ class _Teller:
     """Turns the books into calls of the user's callback, and remembers whether that failed."""
 
     def __init__(self, made: LoadPlan, callback: Callable[[Progress], None]) -> None:
-        self._specs = [*(placement.spec for placement in made.placements), *(copy.spec for copy in made.copies)]
+        self._specs = [
+            *(placement.spec for placement in made.placements),
+            *(copy.placement.spec for copy in made.copies),
+        ]
         self._callback = callback
         self.failure: BaseException | None = None
 

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from streamload.checkpoint.dtypes import BITS
 from streamload.checkpoint.spec import Stamp
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.ledger import Ledger
-from streamload.loading.placement import Placement, Region, pieces
+from streamload.loading.placement import Placement, Region, pieces, run_of
 from streamload.loading.planning import Copy, LoadPlan
 from streamload.loading.targets import Targets, takes_device_memory, torch_dtype
 from streamload.memory import Meter
@@ -98,11 +99,17 @@ def untie(targets: Targets, alias: str) -> None:
 def needs_windows(plan: LoadPlan, targets: Targets, device: torch.device | None) -> bool:
     """Whether carrying out ``plan`` would go through staging windows, as the page cache is now."""
     to_device = device is not None and device.type != "cpu"
-    if plan.casts or plan.copies or to_device or any(placement.spec.strides for placement in plan.placements):
+    if plan.casts or plan.copies or to_device or any(map(_is_cut, plan.placements)):
         return True
     if any(not (tensor.is_meta or targets.specs[name].address) for name, tensor in targets.tensors.items()):
         return True
     return not all(file_in_cache(path) for path in {placement.spec.file for placement in plan.placements})
+
+
+def _is_cut(placement: Placement) -> bool:
+    return (
+        placement.spec.strides is not None or placement.source_region is not None or placement.target_region is not None
+    )
 
 
 class Difference(NamedTuple):
@@ -118,7 +125,7 @@ class Execution:
     def __init__(self, plan: LoadPlan, targets: Targets, on_progress: Callable[[Ledger], None] | None) -> None:
         self.plan = plan
         self.targets = targets
-        self.compared = [Placement(copy.spec, copy.target) for copy in plan.copies]
+        self.compared = [copy.placement for copy in plan.copies]
         self.placements = [*plan.placements, *self.compared]
         self.ledger = Ledger(self.placements)
         self.differences: list[Difference] = []
@@ -138,10 +145,10 @@ class Execution:
 
     def untie(self, copies: Sequence[Copy]) -> None:
         """Give the aliases of ``copies`` memory of their own and read their values into it."""
-        for copy in copies:
-            untie(self.targets, copy.alias)
+        for alias in dict.fromkeys(copy.alias for copy in copies):
+            untie(self.targets, alias)
         first = len(self.placements)
-        more = [Placement(copy.spec, copy.alias) for copy in copies]
+        more = [copy.placement._replace(target=copy.alias) for copy in copies]
         self.placements += more
         self.ledger.expect(more)
         with self._pool() as pool:
@@ -207,8 +214,18 @@ def _reads_of(
         straight = address and make_sink is None and spec.dtype == dtype and spec.strides is None
         if straight and source_region is None and target_region is None:
             yield new(Read, (spec.offset, spec.nbytes, address, None, number))
+        elif straight and (runs := _runs(placement, specs[name].shape)) is not None:
+            yield new(Read, (spec.offset + runs[0], placement.nbytes, address + runs[1], None, number))
         else:
             yield from _staged(number, placement, targets.tensors[name].detach(), limit, make_sink or _copy_sink)
+
+
+def _runs(placement: Placement, shape: Sequence[int]) -> tuple[int, int] | None:
+    """Where the bytes of both regions begin, when each is one run of bytes; elements are of whole bytes then."""
+    spec, _, source_region, target_region = placement
+    item = BITS[spec.dtype] // 8
+    source, target = run_of(spec.shape, source_region), run_of(shape, target_region)
+    return None if not item or source is None or target is None else (source * item, target * item)
 
 
 def _staged(

@@ -38,10 +38,7 @@ def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -
     if device is not None and device.type != "cpu":
         return 0
     elsewhere = targets.on_device if device is None else ()
-    if not elsewhere and not made.casts:
-        return sum(placement.spec.nbytes for placement in made.placements)
-    names = (placement.target for placement in made.placements)
-    return sum(targets.specs[name].nbytes for name in names if name not in elsewhere)
+    return sum(targets.specs[name].nbytes for name in made.filled() if name not in elsewhere)
 
 
 def default_threads() -> int:
@@ -57,10 +54,11 @@ def resident(made: LoadPlan, targets: Targets) -> int:
     if targets.module is None:
         return 0
     specs, tensors = targets.specs, targets.tensors
-    solid = [(specs[name].address, spec.nbytes) for spec, name, _, _ in made.placements if specs[name].address]
+    filled = made.filled()
+    solid = [(specs[name].address, specs[name].nbytes) for name in filled if specs[name].address]
     loose: list[tuple[int, int]] = []
-    if len(solid) < len(made.placements):
-        others = (tensors[name] for _, name, _, _ in made.placements if not specs[name].address)
+    if len(solid) < len(filled):
+        others = (tensors[name] for name in filled if not specs[name].address)
         for tensor in others:
             if tensor.is_cpu:
                 place = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -69,9 +67,7 @@ def resident(made: LoadPlan, targets: Targets) -> int:
     end = 0
     for address, nbytes in solid:
         if address < end and nbytes:
-            at = (
-                name for _, name, _, _ in made.placements if tensors[name].data_ptr() <= address < _end(tensors[name])
-            )
+            at = (name for name in filled if tensors[name].data_ptr() <= address < _end(tensors[name]))
             raise LoadError(
                 f"{' and '.join(at)} share memory but are not the same view of it, so both cannot be loaded; give one of "
                 "them memory of its own, or ignore it"

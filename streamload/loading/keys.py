@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from streamload.loading.incomplete import Incomplete
+
 _SHOWN = 12
 
 
@@ -47,6 +49,10 @@ class Keys:
     notes: list[str] = field(default_factory=list)
     prefix: str = ""
     """What was put before the checkpoint's names."""
+    incomplete: list[Incomplete] = field(default_factory=list)
+    """Fused parameters, also in ``missing_keys``, of which some parts have arrived or stacked rules would fill."""
+    renamed: dict[str, str] = field(default_factory=dict, repr=False)
+    """Unexpected name -> the rule that made it so, and what it became."""
     known: list[str] = field(default_factory=list, repr=False)
     """All names of the module."""
 
@@ -63,6 +69,7 @@ class Keys:
             "mismatched_keys": [mismatch._asdict() for mismatch in self.mismatched_keys],
             "dropped": dict(self.dropped),
             "tied": dict(self.tied),
+            "incomplete": [each._asdict() for each in self.incomplete],
             "casts": [cast._asdict() for cast in self.casts],
             "notes": list(self.notes),
             "prefix": self.prefix,
@@ -75,6 +82,8 @@ class Keys:
             lines.append(f"{len(self.missing_keys)} missing: {summarise(self.missing_keys, self.known)}")
         if self.unexpected_keys:
             lines.append(f"{len(self.unexpected_keys)} unexpected: {summarise(self.unexpected_keys)}")
+        lines += [f"{name}: {became}" for name, became in list(self.renamed.items())[:_SHOWN]]
+        lines += [str(each) for each in self.incomplete[:_SHOWN]]
         for mismatch in self.mismatched_keys[:_SHOWN]:
             lines.append(
                 f"mismatched: {mismatch.name}: expected {mismatch.expected}, found {mismatch.found} in {mismatch.file}"

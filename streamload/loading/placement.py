@@ -77,6 +77,19 @@ def pieces(spec: TensorSpec, region: Region | None, limit: int, gap: int) -> Ite
         yield from cut(whole)
 
 
+def run_of(shape: Sequence[int], region: Region | None) -> int | None:
+    """The element at which ``region`` of a contiguous tensor begins, when it is one run of elements; else ``None``."""
+    if region is None:
+        return 0
+    start, whole = 0, True
+    for (first, last), size, stride in zip(reversed(region), reversed(shape), reversed(row_major(shape)), strict=True):
+        if not whole and last - first != 1:
+            return None
+        whole = whole and last - first == size
+        start += first * stride
+    return start
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     strides: list[int] = []

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from streamload.checkpoint import Checkpoint, TensorSpec
-from streamload.checkpoint.dtypes import castable, narrows
+from streamload.checkpoint import Checkpoint
 from streamload.checkpoint.spec import Stamp
-from streamload.errors import LoadError, MappingError
-from streamload.loading.keys import Cast, Keys, Mismatch, summarise
+from streamload.errors import LoadError
+from streamload.loading.fused import Fused, could_fill
+from streamload.loading.ignore import Ignore
+from streamload.loading.keys import Keys
+from streamload.loading.matching import Matched
+from streamload.loading.moves import Operation
+from streamload.loading.naming import Router
 from streamload.loading.placement import Placement
-from streamload.loading.targets import Target, Targets
-
-#: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
-RECOMPUTED = "recomputed buffer"
-
-NameMap = Callable[[str], str | None]
+from streamload.loading.targets import Targets
 
 
 class Forecast(NamedTuple):
@@ -41,11 +39,15 @@ class Forecast(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A second copy of a tied parameter in the checkpoint: it is compared with the first, not written."""
+    """A second copy of (a part of) a tied parameter in the checkpoint: it is compared with the first, not written."""
 
-    spec: TensorSpec
+    placement: Placement
     alias: str
-    target: str
+
+    @property
+    def target(self) -> str:
+        """The name that was written."""
+        return self.placement.target
 
 
 @dataclass
@@ -54,6 +56,8 @@ class LoadPlan(Keys):
 
     placements: list[Placement] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    """Groups of stored tensors whose values have to be computed."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
     stamps: dict[str, Stamp | None] = field(default_factory=dict, repr=False)
@@ -61,10 +65,20 @@ class LoadPlan(Keys):
     window: int = 0
     """Bytes of one thread's staging buffer."""
 
+    def filled(self) -> dict[str, None]:
+        """The targets that are written, in order."""
+        names = dict.fromkeys([placement.target for placement in self.placements])
+        return names | dict.fromkeys([name for operation in self.operations for name in operation.targets])
+
     @property
     def bytes_to_read(self) -> int:
         """Bytes wanted from the files, copies to compare included."""
-        return sum(placement.nbytes for placement in self.placements) + sum(copy.spec.nbytes for copy in self.copies)
+        computed = sum(spec.nbytes for each in self.operations for spec in each.sources.values())
+        return (
+            computed
+            + sum(placement.nbytes for placement in self.placements)
+            + sum(copy.placement.nbytes for copy in self.copies)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the placements, which are counted, as JSON can hold it."""
@@ -80,7 +94,7 @@ def make_plan(
     checkpoint: Checkpoint,
     targets: Targets,
     *,
-    name_map: NameMap | None = None,
+    mapper: Any = None,
     ignore_unexpected: Iterable[str] = (),
     ignore_missing: Iterable[str] = (),
 ) -> LoadPlan:
@@ -90,118 +104,58 @@ def make_plan(
     must not be ignored. Everything else that does not fit is listed in the plan.
     """
     plan = LoadPlan(notes=list(checkpoint.notes), known=targets.known(), stamps=checkpoint.stamps)
-    unexpected, missing = _Ignore("ignore_unexpected", ignore_unexpected), _Ignore("ignore_missing", ignore_missing)
+    unexpected, missing = Ignore("ignore_unexpected", ignore_unexpected), Ignore("ignore_missing", ignore_missing)
     unexpected.refuse_exact(plan.known)
-    arrived: dict[str, TensorSpec] = {}
-    for spec in checkpoint.tensors.values():
-        name = spec.name if name_map is None else name_map(spec.name)
-        if name is None:
-            plan.dropped[spec.name] = "mapper"
-        elif not isinstance(name, str):
-            raise MappingError(f"the mapper turns {spec.name!r} into {name!r:.80}; expected a name, or None to drop it")
-        elif name in targets.specs or name in targets.aliases:
-            if (first := arrived.setdefault(name, spec)) is not spec:
-                raise MappingError(
-                    f"{first.name!r} and {spec.name!r} both map to {name!r}; one of them has to be renamed or dropped"
-                )
-        elif name in targets.recomputed:
-            plan.dropped[spec.name] = RECOMPUTED
-        elif rule := unexpected.match(spec.name) or unexpected.match(name):
-            plan.dropped[spec.name] = rule
-        else:
-            plan.unexpected_keys.append(spec.name)
-    _place(plan, targets, arrived)
-    _find_missing(plan, targets, arrived, missing)
-    plan.notes += [*unexpected.unused(), *missing.unused()]
+    router = Router(targets, mapper)
+    matched = Matched(plan, targets, router, unexpected)
+    matched.take(checkpoint.tensors)
+    fitting = matched.fitting()
+    plan.operations = matched.operations
+    _place(plan, targets, fitting)
+    _find_missing(plan, targets, matched, missing, router)
+    plan.notes += [*(router.conversions.notes() if router.conversions else []), *unexpected.unused(), *missing.unused()]
     return plan
 
 
-def _place(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec]) -> None:
-    specs, aliases, new = targets.specs, targets.aliases, tuple.__new__
-    fitting: dict[str, TensorSpec] = {}
-    for name, spec in arrived.items():
-        target = specs[aliases.get(name, name)]
-        if (spec.shape == target.shape and spec.dtype == target.dtype) or _fits(plan, target, spec, name):
-            fitting[name] = spec
-    # Of a tied parameter one stored copy is written: that of its first name, else of the first alias, in module order.
+def _place(plan: LoadPlan, targets: Targets, fitting: Mapping[str, list[Placement]]) -> None:
+    """Of a tied parameter one stored copy is written: that of its first name, else of the first alias, in module order."""
+    aliases = targets.aliases
+    computed = {name for operation in plan.operations for name in operation.targets}
     writers: dict[str, str] = {}
     for alias, first in aliases.items():
         if first not in fitting and alias in fitting:
             writers.setdefault(first, alias)
-    for name, spec in fitting.items():
+    for name, placements in fitting.items():
         first = aliases.get(name, name) if aliases else name
-        writer = fitting[writers.get(first, first)]
-        if spec is writer:
-            plan.placements.append(new(Placement, (spec, first, None, None)))
-        elif (spec.file, spec.offset, spec.strides) != (writer.file, writer.offset, writer.strides):
-            plan.copies.append(Copy(spec, name, first))
-    plan.tied = {alias: first for alias, first in targets.aliases.items() if first in fitting or first in writers}
+        writer = writers.get(first, first)
+        if name == writer:
+            plan.placements += placements
+        elif writer not in fitting or [*map(_where, placements)] != [*map(_where, fitting[writer])]:
+            plan.copies += [Copy(placement, name) for placement in placements]
+    filled = fitting.keys() | writers.keys() | computed
+    plan.tied = {alias: first for alias, first in aliases.items() if first in filled}
 
 
-def _fits(plan: LoadPlan, target: Target, spec: TensorSpec, name: str) -> bool:
-    """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
-    if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
-        plan.mismatched_keys.append(
-            Mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec.file)
-        )
-        return False
-    if spec.shape != target.shape:
-        plan.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")
-    if spec.dtype == target.dtype:
-        return True
-    if not castable(spec.dtype, target.dtype):
-        plan.mismatched_keys.append(
-            Mismatch(name, target.dtype, f"{spec.dtype} (only plain floats are converted unasked)", spec.file)
-        )
-        return False
-    plan.casts.append(Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype)))
-    return True
+def _where(placement: Placement) -> tuple[Any, ...]:
+    spec = placement.spec
+    return spec.file, spec.offset, spec.strides, placement.source_region, placement.target_region
 
 
-def _find_missing(plan: LoadPlan, targets: Targets, arrived: dict[str, TensorSpec], ignore: _Ignore) -> None:
-    filled = {targets.aliases.get(name, name) for name in arrived}
+def _find_missing(plan: LoadPlan, targets: Targets, matched: Matched, ignore: Ignore, router: Router) -> None:
+    filled = {targets.aliases.get(name, name) for name in matched.names()}
+    rules = router.stacked_rules
     for name in targets.specs:
         if name in filled:
             continue
+        real = name not in targets.tensors or not targets.tensors[name].is_meta
         rule = ignore.match(name)
+        if rule is None and real and router.conversions is not None:
+            rule = router.conversions.allow_missing(name)
         if rule is None:
             plan.missing_keys.append(name)
-        elif name in targets.tensors and targets.tensors[name].is_meta:
+            if rules and could_fill(name, rules) and (lacking := Fused(targets.specs[name], rules, None).incomplete()):
+                plan.incomplete.append(lacking)
+        elif not real:
             raise LoadError(f"{rule}: {name} is on the meta device, so it has no value that could be kept")
         else:
             plan.dropped[name] = rule
-
-
-class _Ignore:
-    """Exact names and globs, with a count of hits for each."""
-
-    def __init__(self, title: str, patterns: Iterable[str]) -> None:
-        if isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable):
-            found = "a single string" if isinstance(patterns, str) else type(patterns).__name__
-            raise LoadError(f"{title}={patterns!r:.80}: expected a list of names or globs, found {found}")
-        patterns = list(patterns)
-        if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-            raise LoadError(f"{title}: expected names or globs, found {wrong[0]!r:.80}")
-        self._title = title
-        self._exact = dict.fromkeys(patterns, 0)
-        self._globs = [pattern for pattern in self._exact if any(sign in pattern for sign in "*?[")]
-
-    def refuse_exact(self, known: Iterable[str]) -> None:
-        wrong = [name for name in known if name in self._exact]
-        if wrong:
-            raise LoadError(
-                f"{self._title} names {summarise(wrong)}, which the module has; leave it in, or change the checkpoint's name "
-                "with a mapper"
-            )
-
-    def match(self, name: str) -> str | None:
-        if not self._exact:
-            return None
-        hit = name if name in self._exact else next((glob for glob in self._globs if fnmatchcase(name, glob)), None)
-        if hit is None:
-            return None
-        self._exact[hit] += 1
-        return f"{self._title} {hit!r}"
-
-    def unused(self) -> list[str]:
-        return [f"{self._title} {pattern!r} matched nothing" for pattern, hits in self._exact.items() if not hits]

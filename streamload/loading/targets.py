@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ _COMPLEX = frozenset({"C64", "C128"})
 
 #: Modules lie no deeper than this unless one contains itself.
 _DEEPEST = 500
+
+#: Where classes written for vLLM keep their mapper.
+MAPPER = "hf_to_vllm_mapper"
 
 _DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
 
@@ -61,8 +65,14 @@ class Targets:
     module: nn.Module | None = None
     marked: list[tuple[str, nn.Module]] = field(default_factory=list)
     """Modules below it that an earlier load left unfinished, with their dotted prefixes."""
+    mappers: list[tuple[str, Any]] = field(default_factory=list)
+    """Mappers of the modules below it (``hf_to_vllm_mapper``), with their dotted prefixes."""
     touched: bool = False
     """Whether carrying out the load has begun to change them."""
+
+    def at_home(self, name: str) -> bool:
+        """Whether there is a parameter or a buffer of that name."""
+        return name in self.specs or name in self.aliases or name in self.recomputed
 
     def known(self) -> list[str]:
         """All names, tied ones included."""
@@ -120,6 +130,9 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     for dotted, owner in _owners(module):
         if MARK in owner.__dict__:
             targets.marked.append((dotted, owner))
+        kind: Any = type(owner)
+        if MAPPER in owner.__dict__ or _has_mapper(kind):
+            targets.mappers.append((dotted, getattr(owner, MAPPER)))
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 add(dotted + key, parameter)
@@ -134,6 +147,11 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
                     targets.stranded.append(dotted + key)
     targets.recomputed = frozenset(recomputed)
     return targets
+
+
+@cache
+def _has_mapper(kind: Any) -> bool:
+    return hasattr(kind, MAPPER)
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,173 @@
+"""transformers' own conversions of checkpoints, as placements: renames, merged experts, concatenations, splits, transposes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamload.checkpoint import TensorSpec
+from streamload.errors import LoadError
+from streamload.loading.moves import Operation
+from streamload.loading.naming import Route
+from streamload.loading.targets import Targets, torch_dtype
+from streamload.loading.tracing import Moved, Untraceable, trace
+from streamload.mapping.rules import Place
+
+#: What transformers drops besides the patterns of the class: buffers that older versions stored.
+_STORED_BUFFERS = (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$"))
+
+
+def conversions_of(module: nn.Module, targets: Targets) -> TransformersConversions | None:
+    """The conversions of a transformers model; ``None`` when it is none, or when that library has no such thing."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return None
+    if not isinstance(module, PreTrainedModel):
+        return None
+    return TransformersConversions(module, targets, get_model_conversion_mapping(module))
+
+
+class TransformersConversions:
+    """Asks transformers what a stored name becomes, and traces what its operations do with a group of tensors."""
+
+    def __init__(self, model: Any, targets: Targets, transforms: Sequence[Any]) -> None:
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+
+        self._model, self._targets = model, targets
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._natural = dot_natural_key
+        self._home = dict.fromkeys(targets.known(), True)
+        self._patterns: dict[str, dict[str, str]] = {}
+        self._prefix: str = getattr(model, "base_model_prefix", "") or ""
+        self._counts: Counter[str] = Counter()
+        self._ignored = _ignored(model, targets)
+        self._may_miss = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+
+    def sort(self, names: Sequence[str]) -> list[str]:
+        """Numbers in their order, so that experts are merged in it."""
+        return sorted(names, key=self._natural)
+
+    def route(self, name: str) -> Route:
+        """Where transformers puts the stored tensor ``name``."""
+        renamed, pattern = self._rename(name)
+        if pattern is not None and renamed in self._home:
+            self._patterns.setdefault(renamed, {})[name] = pattern
+            return Route((), f"transformers' conversion of {pattern!r}", renamed)
+        if renamed not in self._home and (rule := self._dropped(name, renamed)):
+            return Route((), rule)
+        self._count(name, renamed)
+        return Route([Place(renamed)], "transformers' renaming" if renamed != name else "")
+
+    def _rename(self, name: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        renamed: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._home
+        )
+        if renamed[0] not in self._home and name in self._home:
+            renamed = rename_source_key(name, [], [], base_model_prefix=self._prefix, meta_state_dict=self._home)
+        return renamed
+
+    def _dropped(self, name: str, renamed: str) -> str:
+        if renamed in self._targets.recomputed:
+            return ""
+        for pattern in self._ignored:
+            if re.search(pattern, renamed):
+                return f"transformers ignores {pattern!r}"
+        is_head = self._prefix and not name.startswith(f"{self._prefix}.") and self._counts["strip"]
+        return "head that the base model has not" if is_head and not hasattr(self._model, self._prefix) else ""
+
+    def _count(self, name: str, renamed: str) -> None:
+        if renamed in self._home and renamed != name:
+            self._counts["add"] += renamed == f"{self._prefix}.{name}"
+            self._counts["strip"] += name == f"{self._prefix}.{renamed}"
+
+    def convert(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, Moved] | Operation:
+        """The tensors that the group becomes. Raises LoadError when transformers cannot convert it."""
+        patterns = self._patterns[group]
+        by_pattern: dict[str, list[TensorSpec]] = {}
+        for name, spec in specs.items():
+            by_pattern.setdefault(patterns[name], []).append(spec)
+        try:
+            return trace(lambda tensors: self._run(group, tensors), by_pattern)
+        except Untraceable as error:
+            return self._operation(group, specs, by_pattern, error)
+
+    def _run(self, group: str, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._by_pattern[next(iter(tensors))])
+        for pattern, values in tensors.items():
+            converter.collected_tensors[pattern] = list(map(_ready, values))
+        made: dict[str, Any] = converter.convert(group, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _operation(
+        self,
+        group: str,
+        specs: Mapping[str, TensorSpec],
+        by_pattern: Mapping[str, list[TensorSpec]],
+        why: Untraceable,
+    ) -> Operation:
+        shapes = {pattern: [_example(spec) for spec in members] for pattern, members in by_pattern.items()}
+        try:
+            targets = tuple(self._run(group, shapes))
+        except Exception as error:
+            names = ", ".join(list(specs)[:3])
+            raise LoadError(
+                f"transformers cannot make {group} of {names}{' and others' if len(specs) > 3 else ''}: "
+                f"{type(error).__name__}: {error} (traced: {why})"
+            ) from error
+        kinds = dict.fromkeys(type(each).__name__ for each in self._by_pattern[next(iter(by_pattern))].operations)
+        order = {pattern: [spec.name for spec in members] for pattern, members in by_pattern.items()}
+
+        def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return self._run(
+                group, {pattern: [tensors.pop(name) for name in names] for pattern, names in order.items()}
+            )
+
+        return Operation(f"{group} ({', '.join(kinds)} of transformers)", dict(specs), targets, run)
+
+    def allow_missing(self, name: str) -> str | None:
+        """The class's pattern for what a checkpoint need not store."""
+        pattern = next((pattern for pattern in self._may_miss if re.search(pattern, name)), None)
+        return None if pattern is None else f"transformers lets {pattern!r} be missing"
+
+    def notes(self) -> list[str]:
+        """Whether the base model's prefix was added or taken off."""
+        verbs = {"add": "added to", "strip": "taken off"}
+        return [
+            f"prefix {self._prefix + '.'!r} {verbs[kind]} {count} names"
+            for kind, count in self._counts.items()
+            if count
+        ]
+
+    @property
+    def prefix(self) -> str:
+        """What was put before the names."""
+        return f"{self._prefix}." if self._counts["add"] else ""
+
+
+def _ready(tensor: Tensor) -> Callable[[], Tensor]:
+    """The library calls what it has not loaded yet."""
+    return lambda: tensor
+
+
+def _example(spec: TensorSpec) -> Tensor:
+    return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+
+
+def _ignored(model: Any, targets: Targets) -> list[str]:
+    """Patterns of stored names that the model does without."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [*targets.recomputed, *targets.specs]
+    patterns |= {pattern for ending, pattern in _STORED_BUFFERS if any(name.endswith(ending) for name in buffers)}
+    return sorted(patterns)

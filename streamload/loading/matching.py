@@ -1,0 +1,237 @@
+"""Match stored tensors with the targets that they fill."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from streamload.checkpoint import TensorSpec
+from streamload.checkpoint.dtypes import castable, narrows
+from streamload.errors import LoadError, MappingError
+from streamload.loading.fused import Fused, cut, sizes_of
+from streamload.loading.ignore import Ignore
+from streamload.loading.keys import Cast, Keys, Mismatch
+from streamload.loading.moves import Operation
+from streamload.loading.naming import Route, Router
+from streamload.loading.placement import Placement, row_major
+from streamload.loading.targets import Target, Targets
+from streamload.loading.tracing import Moved
+from streamload.mapping.rules import Place
+
+#: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
+RECOMPUTED = "recomputed buffer"
+
+
+class Matched:
+    """What arrives at every target, by name. Problems go into ``keys``."""
+
+    def __init__(self, keys: Keys, targets: Targets, router: Router, unexpected: Ignore) -> None:
+        self._keys, self._targets, self._router, self._unexpected = keys, targets, router, unexpected
+        self._whole: dict[str, TensorSpec] = {}
+        self._cuts: dict[str, tuple[TensorSpec, Place]] = {}
+        self._fused: dict[str, Fused] = {}
+        self._moved: dict[str, tuple[str, Moved]] = {}
+        self._groups: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        self.operations: list[Operation] = []
+
+    def names(self) -> Iterator[str]:
+        """The targets at which something has arrived in full, or in a wrong shape."""
+        yield from self._whole
+        yield from self._cuts
+        yield from (name for name, fused in self._fused.items() if fused.incomplete() is None)
+        yield from self._moved
+        yield from (name for operation in self.operations for name in operation.targets)
+
+    def take(self, catalog: Mapping[str, TensorSpec]) -> None:
+        """Take in every tensor of ``catalog``."""
+        at_home, whole = self._targets.at_home, self._whole
+        if self._router.trivial:
+            for name, spec in catalog.items():
+                if at_home(name) and name not in self._targets.recomputed:
+                    whole[name] = spec
+                else:
+                    self._arrive(spec, Route([Place(name)]))
+            return
+        conversions = self._router.conversions
+        for name in conversions.sort([*catalog]) if conversions is not None else catalog:
+            self._arrive(catalog[name], self._router.route(name))
+        for group, specs in self._groups.items():
+            self._convert(group, specs)
+
+    def _arrive(self, spec: TensorSpec, route: Route) -> None:
+        if route.group:
+            self._groups[route.group][spec.name] = spec
+        elif not route.places:
+            self._keys.dropped[spec.name] = route.rule
+        for place in route.places:
+            if not self._targets.at_home(place.name):
+                self._left_over(spec, place, route.rule)
+            elif place.name in self._targets.recomputed:
+                self._keys.dropped[spec.name] = RECOMPUTED
+            else:
+                self._put(spec, place)
+
+    def _left_over(self, spec: TensorSpec, place: Place, rule: str) -> None:
+        if dropped := self._unexpected.match(spec.name) or self._unexpected.match(place.name):
+            self._keys.dropped[spec.name] = dropped
+            return
+        self._keys.unexpected_keys.append(spec.name)
+        if place.name != spec.name:
+            self._keys.renamed[spec.name] = f"becomes {place.name} by {rule}, and the module has no such parameter"
+
+    def _put(self, spec: TensorSpec, place: Place) -> None:
+        if place.transposed:
+            spec = transposed(spec)
+        if place.shard is not None:
+            self._refuse_second(place.name, spec, (self._whole, self._cuts, self._moved))
+            if place.name not in self._fused:
+                target = self._target(place.name)
+                sizes = sizes_of(self._targets.module, place.name)
+                self._fused[place.name] = Fused(target, self._router.stacked_rules, sizes)
+            self._fused[place.name].add(spec, place.shard)
+            return
+        self._refuse_second(place.name, spec, (self._whole, self._cuts, self._fused, self._moved))
+        if place.among:
+            self._cuts[place.name] = (spec, place)
+        else:
+            self._whole[place.name] = spec
+
+    def _refuse_second(self, name: str, spec: TensorSpec, tables: tuple[Mapping[str, object], ...]) -> None:
+        for table in tables:
+            if name in table:
+                raise MappingError(
+                    f"{self._first(name)!r} and {spec.name!r} both map to {name!r}; one of them has to be renamed or dropped"
+                )
+
+    def _first(self, name: str) -> str:
+        if name in self._whole:
+            return self._whole[name].name
+        if name in self._cuts:
+            return self._cuts[name][0].name
+        if name in self._fused:
+            return self._fused[name].arrivals[0].spec.name
+        return self._moved[name][0]
+
+    def _convert(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
+        assert self._router.conversions is not None
+        made = self._router.conversions.convert(group, specs)
+        first = next(iter(specs.values()))
+        if isinstance(made, Operation):
+            self.operations.append(made)
+            self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
+            return
+        for name, moved in made.items():
+            if not self._targets.at_home(name) or name in self._targets.recomputed:
+                self._left_over(first, Place(name), f"the conversion of {group}")
+            else:
+                self._refuse_second(name, first, (self._whole, self._cuts, self._fused, self._moved))
+                self._moved[name] = (first.name, moved)
+
+    def _target(self, name: str) -> Target:
+        return self._targets.specs[self._targets.aliases.get(name, name)]
+
+    def fitting(self) -> dict[str, list[Placement]]:
+        """Placements by the name that they arrived at, of all that fits its target."""
+        specs, aliases, new = self._targets.specs, self._targets.aliases, tuple.__new__
+        found: dict[str, list[Placement]] = {}
+        for name, spec in self._whole.items():
+            first = aliases.get(name, name)
+            target = specs[first]
+            if (spec.shape == target.shape and spec.dtype == target.dtype) or self._fits(target, spec, name):
+                found[name] = [new(Placement, (spec, first, None, None))]
+        for name, (spec, place) in self._cuts.items():
+            if (placement := self._cut(name, spec, place)) is not None:
+                found[name] = [placement]
+        for name, fused in self._fused.items():
+            found |= self._parts(name, fused)
+        for name, (first, moved) in self._moved.items():
+            found |= self._blocks(name, first, moved)
+        return found
+
+    def _cut(self, name: str, spec: TensorSpec, place: Place) -> Placement | None:
+        """The part of a spread tensor that belongs to ``name``."""
+        shapes = [self._target(each).shape for each in place.among]
+        sizes = [shape[0] if shape else 1 for shape in shapes]
+        which = place.among.index(name)
+        wanted = (sum(sizes), *shapes[which][1:])
+        if spec.shape != wanted:
+            self._mismatch(
+                name, f"shape {list(wanted)} to be spread over {', '.join(place.among)}", f"{list(spec.shape)}", spec
+            )
+            return None
+        if not self._may_cast(self._target(name), spec, name):
+            return None
+        rows = (cut(sizes, which), *((0, size) for size in spec.shape[1:]))
+        return Placement(spec, self._target(name).name, rows, None)
+
+    def _parts(self, name: str, fused: Fused) -> dict[str, list[Placement]]:
+        if (wrong := fused.misfit()) is not None:
+            self._mismatch(name, *wrong, fused.arrivals[0].spec)
+            return {}
+        lacking = fused.incomplete()
+        if lacking is not None:
+            self._keys.incomplete.append(lacking)
+            self._keys.missing_keys.append(name)
+        fits = [self._may_cast(fused.target, arrival.spec, name) for arrival in fused.arrivals]
+        made = [placement for placement, _ in fused.placements()]
+        return {name: [self._flat(each, fused.target) for each in made]} if all(fits) and made else {}
+
+    def _flat(self, placement: Placement, target: Target) -> Placement:
+        """``placement`` with a region of the shape of what is stored, also where that is one number or lacks a dimension."""
+        spec, region = placement.spec, placement.target_region
+        assert region is not None
+        shape = tuple(stop - start for start, stop in region)
+        if shape != spec.shape:
+            strides = None if spec.strides is None else (*(0,) * (len(shape) - len(spec.shape)), *spec.strides)
+            spec = spec._replace(shape=shape, strides=strides)
+        return placement._replace(spec=spec, target_region=region)
+
+    def _blocks(self, name: str, first: str, moved: Moved) -> dict[str, list[Placement]]:
+        target = self._target(name)
+        sample = moved.blocks[0][0] if moved.blocks else None
+        if moved.shape != target.shape:
+            file = sample.file if sample else ""
+            found = f"shape {list(moved.shape)} made of {first} and others"
+            self._keys.mismatched_keys.append(Mismatch(name, f"shape {list(target.shape)}", found, file))
+            return {}
+        kinds = {spec.dtype: spec for spec, _ in moved.blocks}
+        if not all(self._may_cast(target, spec, name) for spec in kinds.values()):
+            return {}
+        whole = tuple((0, size) for size in target.shape)
+        return {
+            name: [
+                Placement(spec, target.name, None, None if region == whole else region) for spec, region in moved.blocks
+            ]
+        }
+
+    def _fits(self, target: Target, spec: TensorSpec, name: str) -> bool:
+        """Whether ``spec``, which is not exactly like ``target``, can fill it; notes casts and mismatches."""
+        if spec.shape != target.shape and {spec.shape, target.shape} != {(), (1,)}:
+            self._mismatch(name, f"shape {list(target.shape)}", f"shape {list(spec.shape)}", spec)
+            return False
+        if spec.shape != target.shape:
+            self._keys.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")
+        return self._may_cast(target, spec, name)
+
+    def _may_cast(self, target: Target, spec: TensorSpec, name: str) -> bool:
+        if spec.dtype == target.dtype:
+            return True
+        if not castable(spec.dtype, target.dtype):
+            self._mismatch(name, target.dtype, f"{spec.dtype} (only plain floats are converted unasked)", spec)
+            return False
+        self._keys.casts.append(Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype)))
+        return True
+
+    def _mismatch(self, name: str, expected: str, found: str, spec: TensorSpec) -> None:
+        self._keys.mismatched_keys.append(Mismatch(name, expected, found, spec.file))
+
+
+def transposed(spec: TensorSpec) -> TensorSpec:
+    """``spec`` with its last two dimensions swapped; the bytes stay where they are."""
+    if len(spec.shape) < 2:
+        return spec
+    if spec.dtype == "F4":
+        raise LoadError(f"{spec.name}: F4 packs two elements into a byte, so it cannot be transposed on the way")
+    strides = spec.strides if spec.strides is not None else row_major(spec.shape)
+    shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2])
+    return spec._replace(shape=shape, strides=(*strides[:-2], strides[-1], strides[-2]))
