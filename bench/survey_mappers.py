@@ -39,8 +39,9 @@ from streamload.mapping import Mapped, WeightsMapper
 Result = tuple[str, Any] | None
 STAGES = ("renaming", "regex", "substr", "stacked", "prefix", "suffix")
 STAND_INS = ("torchvision", "torchaudio", "timm", "terratorch")
-SAMPLES = 40_000
-"""Pairs and random names are thinned out beyond this many names for a mapper."""
+MOST_PAIRS = 4000
+MOST_WORDS = 40
+"""Of the transformers backend, whose rules are the same in every layer."""
 
 KINDS = {
     "cascade": "vLLM's stacked rule fired on its own or another's output (`qkqkv_proj`)",
@@ -304,11 +305,11 @@ def _small(config: Any) -> Any:
     for key in counts:
         if isinstance(getattr(config, key, None), int):
             with contextlib.suppress(Exception):
-                setattr(config, key, 4)
+                setattr(config, key, 2)
     for key in ("layer_types", "layers_block_type"):
         if getattr(config, key, None):
             with contextlib.suppress(Exception):
-                setattr(config, key, list(getattr(config, key))[:4])
+                setattr(config, key, list(getattr(config, key))[:2])
     for part in list(vars(config).values()):
         if hasattr(part, "to_diff_dict"):
             _small(part)
@@ -462,9 +463,11 @@ _TWISTS = ("my_{}", "{}_norm", "my_{}_norm", "{}2", "2{}", "{0}.{0}", "{0}_{0}",
 def derived(found: Found, rng: random.Random) -> list[str]:
     """Names made of the mapper's rules: what they look for, what they make, alone, in pairs, twisted, and shuffled."""
     words = list(dict.fromkeys(_words(found)))
+    if found.label.startswith("transformers backend") and len(words) > MOST_WORDS:
+        words = rng.sample(words, MOST_WORDS)
     names = list(_around(words))
     pairs = [f"{one}.{two}{end}" for one, two in itertools.permutations(words, 2) for end in ("", ".weight")]
-    names += pairs if len(pairs) < SAMPLES else rng.sample(pairs, SAMPLES)
+    names += pairs if len(pairs) < MOST_PAIRS else rng.sample(pairs, MOST_PAIRS)
     parts = sorted({part for word in words for part in word.split(".") if part} | {"model", "layers", "0", "weight"})
     names += [".".join(rng.choices(parts, k=rng.randint(2, 7))) for _ in range(600)]
     return [name for name in dict.fromkeys(names) if name]

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
         SourceError,
         StreamloadError,
     )
-    from streamload.loading import LoadPlan, LoadReport, Progress, load, partial_load, plan, skeleton
+    from streamload.loading import (
+        LoadPlan,
+        LoadReport,
+        Progress,
+        audit_buffers,
+        load,
+        partial_load,
+        plan,
+        restore_buffers,
+        skeleton,
+    )
+    from streamload.mapping import Mapped, WeightsMapper
     from streamload.memory import Limits, Meter
 
 _ROOMS = {
@@ -35,7 +46,18 @@ _ROOMS = {
         "SourceError",
         "StreamloadError",
     ),
-    "loading": ("LoadPlan", "LoadReport", "Progress", "load", "partial_load", "plan", "skeleton"),
+    "loading": (
+        "LoadPlan",
+        "LoadReport",
+        "Progress",
+        "audit_buffers",
+        "load",
+        "partial_load",
+        "plan",
+        "restore_buffers",
+        "skeleton",
+    ),
+    "mapping": ("Mapped", "WeightsMapper"),
     "memory": ("Limits", "Meter"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
@@ -51,15 +73,19 @@ __all__ = [
     "LoadError",
     "LoadPlan",
     "LoadReport",
+    "Mapped",
     "MappingError",
     "Meter",
     "Progress",
     "SourceError",
     "StreamloadError",
     "TensorSpec",
+    "WeightsMapper",
+    "audit_buffers",
     "load",
     "partial_load",
     "plan",
+    "restore_buffers",
     "skeleton",
 ]
 

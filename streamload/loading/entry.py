@@ -13,6 +13,7 @@ from torch import nn
 
 from streamload.checkpoint import Checkpoint
 from streamload.errors import BudgetError, LoadError
+from streamload.loading.buffers import stranded_attributes
 from streamload.loading.execute import Execution, needs_windows
 from streamload.loading.failure import clear_frames, where
 from streamload.loading.forecast import forecast, resident
@@ -305,6 +306,13 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
         raise LoadError(
             f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
             "  ignore_missing and ignore_unexpected let names pass; strict=False loads what fits",
+            report=report,
+        )
+    if adrift := stranded_attributes(model):
+        raise LoadError(
+            f"{len(adrift)} tensor attributes of {type(model).__name__} are on the meta device, and loading does not fill them: "
+            f"{summarise(adrift)}; compute them after loading, or make them buffers (streamload.restore_buffers puts right "
+            "those that do not depend on a parameter)",
             report=report,
         )
     if targets.stranded:

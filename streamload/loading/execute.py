@@ -14,9 +14,10 @@ from streamload.checkpoint.dtypes import BITS
 from streamload.checkpoint.spec import Stamp
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.ledger import Ledger
+from streamload.loading.moves import Operation
 from streamload.loading.placement import Placement, Region, pieces, run_of
 from streamload.loading.planning import Copy, LoadPlan
-from streamload.loading.targets import Targets, takes_device_memory, torch_dtype
+from streamload.loading.targets import Target, Targets, takes_device_memory, torch_dtype
 from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
 from streamload.sources.direct import FileReads, read_files
@@ -140,8 +141,31 @@ class Execution:
         with self._pool() as pool:
             self.targets.touched = True
             self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.stamps, self.plan.window))
+            for operation in self.plan.operations:
+                self._compute(pool, operation)
             if self.compared:
                 self.differences = self._compare(pool)
+
+    def _compute(self, pool: StagingPool, operation: Operation) -> None:
+        """Read what an operation needs, run it, and put its results in place."""
+        inputs = Targets()
+        for name, spec in operation.sources.items():
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            inputs.specs[name] = Target(name, spec.dtype, spec.shape, tensor.data_ptr())
+            inputs.tensors[name] = tensor
+        first = len(self.placements)
+        more = [Placement(spec, name) for name, spec in operation.sources.items()]
+        self.placements += more
+        self.ledger.expect(more)
+        self._read(pool, _reads(more, first, inputs, self.plan.stamps, self.plan.window))
+        tensors, inputs.tensors = inputs.tensors, {}
+        for name, value in operation.run(tensors).items():
+            target = self.targets.tensors[self.targets.aliases.get(name, name)].detach()
+            if value.shape != target.shape:
+                raise LoadError(
+                    f"{operation.title}: made shape {list(value.shape)} for {name}, expected {list(target.shape)}"
+                )
+            target.copy_(value)
 
     def untie(self, copies: Sequence[Copy]) -> None:
         """Give the aliases of ``copies`` memory of their own and read their values into it."""

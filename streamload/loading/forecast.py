@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from streamload.errors import LoadError
+from streamload.errors import BudgetError, LoadError
 from streamload.loading.planning import Forecast, LoadPlan
 from streamload.loading.targets import Targets, is_solid
 from streamload.memory import Limits, resolve_budget
@@ -29,8 +29,29 @@ def forecast(
     budget = resolve_budget(memory_limit, max(0, left))
     if memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
-    made.threads, made.window = split_budget(budget, threads or default_threads())
-    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD)
+    computing = _computing(made, targets, budget - FIXED_OVERHEAD - MIN_WINDOW)
+    made.threads, made.window = split_budget(budget - computing, threads or default_threads())
+    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD + computing)
+
+
+def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
+    """Bytes that the largest operation takes: what it reads, that once more in the making, and its results.
+
+    Raises BudgetError when it does not fit.
+    """
+    most = 0
+    for operation in made.operations:
+        sources = sum(spec.nbytes for spec in operation.sources.values())
+        need = 2 * sources + 2 * sum(
+            targets.specs[targets.aliases.get(name, name)].nbytes for name in operation.targets
+        )
+        if need > room:
+            raise BudgetError(
+                f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "
+                f"the budget leaves {max(0, room):,}; give memory_limit at least {need + FIXED_OVERHEAD + MIN_WINDOW:,} bytes"
+            )
+        most = max(most, need)
+    return most
 
 
 def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -> int:

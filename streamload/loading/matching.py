@@ -10,6 +10,7 @@ from streamload.checkpoint.dtypes import castable, narrows
 from streamload.errors import LoadError, MappingError
 from streamload.loading.fused import Fused, cut, sizes_of
 from streamload.loading.ignore import Ignore
+from streamload.loading.incomplete import Incomplete
 from streamload.loading.keys import Cast, Keys, Mismatch
 from streamload.loading.moves import Operation
 from streamload.loading.naming import Route, Router
@@ -41,6 +42,10 @@ class Matched:
         yield from (name for name, fused in self._fused.items() if fused.incomplete() is None)
         yield from self._moved
         yield from (name for operation in self.operations for name in operation.targets)
+
+    def lacking(self) -> dict[str, Incomplete]:
+        """Fused targets of which some parts have arrived but not all."""
+        return {fused.target.name: found for fused in self._fused.values() if (found := fused.incomplete()) is not None}
 
     def take(self, catalog: Mapping[str, TensorSpec]) -> None:
         """Take in every tensor of ``catalog``."""
@@ -117,6 +122,9 @@ class Matched:
         made = self._router.conversions.convert(group, specs)
         first = next(iter(specs.values()))
         if isinstance(made, Operation):
+            homeless = [name for name in made.targets if not self._targets.at_home(name)]
+            if homeless:
+                raise LoadError(f"{made.title}: makes {', '.join(homeless[:3])}, which the module does not have")
             self.operations.append(made)
             self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
             return
@@ -168,10 +176,6 @@ class Matched:
         if (wrong := fused.misfit()) is not None:
             self._mismatch(name, *wrong, fused.arrivals[0].spec)
             return {}
-        lacking = fused.incomplete()
-        if lacking is not None:
-            self._keys.incomplete.append(lacking)
-            self._keys.missing_keys.append(name)
         fits = [self._may_cast(fused.target, arrival.spec, name) for arrival in fused.arrivals]
         made = [placement for placement, _ in fused.placements()]
         return {name: [self._flat(each, fused.target) for each in made]} if all(fits) and made else {}

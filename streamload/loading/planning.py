@@ -143,7 +143,7 @@ def _where(placement: Placement) -> tuple[Any, ...]:
 
 def _find_missing(plan: LoadPlan, targets: Targets, matched: Matched, ignore: Ignore, router: Router) -> None:
     filled = {targets.aliases.get(name, name) for name in matched.names()}
-    rules = router.stacked_rules
+    rules, lacking = router.stacked_rules, matched.lacking()
     for name in targets.specs:
         if name in filled:
             continue
@@ -153,8 +153,10 @@ def _find_missing(plan: LoadPlan, targets: Targets, matched: Matched, ignore: Ig
             rule = router.conversions.allow_missing(name)
         if rule is None:
             plan.missing_keys.append(name)
-            if rules and could_fill(name, rules) and (lacking := Fused(targets.specs[name], rules, None).incomplete()):
-                plan.incomplete.append(lacking)
+            if name not in lacking and could_fill(name, rules):
+                nothing = Fused(targets.specs[name], rules, None).incomplete()
+                plan.incomplete += [nothing] if nothing is not None else []
+            plan.incomplete += [lacking[name]] if name in lacking else []
         elif not real:
             raise LoadError(f"{rule}: {name} is on the meta device, so it has no value that could be kept")
         else:

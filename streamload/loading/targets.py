@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -127,11 +126,13 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     targets = Targets(module=module)
     recomputed: set[str] = set()
     add = _adder(targets, dtype)
+    with_mapper: dict[type, bool] = {}
     for dotted, owner in _owners(module):
         if MARK in owner.__dict__:
             targets.marked.append((dotted, owner))
-        kind: Any = type(owner)
-        if MAPPER in owner.__dict__ or _has_mapper(kind):
+        if (kind := type(owner)) not in with_mapper:
+            with_mapper[kind] = hasattr(kind, MAPPER)
+        if with_mapper[kind] or MAPPER in owner.__dict__:
             targets.mappers.append((dotted, getattr(owner, MAPPER)))
         for key, parameter in owner._parameters.items():
             if parameter is not None:
@@ -147,11 +148,6 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
                     targets.stranded.append(dotted + key)
     targets.recomputed = frozenset(recomputed)
     return targets
-
-
-@cache
-def _has_mapper(kind: Any) -> bool:
-    return hasattr(kind, MAPPER)
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

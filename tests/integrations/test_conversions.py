@@ -1,0 +1,210 @@
+"""transformers' own conversions as placements: published layouts load bit for bit as its own loader loads them."""
+
+import pytest
+import torch
+import transformers as hf
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from streamload import BudgetError, Checkpoint, load, plan
+from streamload.integrations.transformers import build_model
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_HEAD = {key: value for key, value in TEXT.items() if key != "head_dim"}
+ENCODER = {key: value for key, value in NO_HEAD.items() if key != "num_key_value_heads"}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def minicpm():
+    text = {**TEXT, "layer_types": ["linear_attention", "full_attention"], "model_type": "qwen3_5_text"}
+    text |= {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    vision = {**VISION, "patch_size": 7, "insert_layer_id": 0, "model_type": "minicpmv4_6_vision"}
+    return hf.MiniCPMV4_6Config(text_config=text, vision_config=vision, insert_layer_id=0, image_size=28, patch_size=7)
+
+
+def gpt2():
+    return hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+
+
+MODELS = {
+    "Llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**TEXT)),
+    "Qwen3": (hf.Qwen3ForCausalLM, lambda: hf.Qwen3Config(**TEXT)),
+    "Qwen3-MoE": (
+        hf.Qwen3MoeForCausalLM,
+        lambda: hf.Qwen3MoeConfig(**TEXT, moe_intermediate_size=16, num_experts=12, num_experts_per_tok=2),
+    ),
+    "Mixtral": (hf.MixtralForCausalLM, lambda: hf.MixtralConfig(**TEXT, num_local_experts=11, num_experts_per_tok=2)),
+    "Gemma3 text": (hf.Gemma3TextModel, lambda: hf.Gemma3TextConfig(**TEXT)),
+    "Gemma3 causal": (hf.Gemma3ForCausalLM, lambda: hf.Gemma3TextConfig(**TEXT)),
+    "Gemma3 multimodal": (
+        hf.Gemma3ForConditionalGeneration,
+        lambda: hf.Gemma3Config(
+            text_config=hf.Gemma3TextConfig(**TEXT),
+            vision_config=hf.SiglipVisionConfig(**VISION),
+            mm_tokens_per_image=4,
+        ),
+    ),
+    "Llava": (
+        hf.LlavaForConditionalGeneration,
+        lambda: hf.LlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION)),
+    ),
+    "Cohere": (hf.CohereForCausalLM, lambda: hf.CohereConfig(**NO_HEAD)),
+    "GPT-2": (hf.GPT2LMHeadModel, gpt2),
+    "BERT": (hf.BertModel, lambda: hf.BertConfig(**ENCODER)),
+    "ModernBERT": (hf.ModernBertModel, lambda: hf.ModernBertConfig(**ENCODER, cls_token_id=1, sep_token_id=2)),
+    "MiniCPM-V 4.6": (hf.MiniCPMV4_6ForConditionalGeneration, minicpm),
+}
+
+
+def saved(cls, config, folder, dtype=None):
+    """A model with values of its own in every parameter, saved as that library publishes it."""
+    torch.manual_seed(0)
+    model = cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1, 1)
+    model.to(dtype) if dtype else None
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_and_loaded_bit_for_bit(tmp_path, name):
+    cls, config = MODELS[name]
+    original = saved(cls, config(), tmp_path).state_dict()
+    model = build_model(Checkpoint.open(tmp_path))
+    report = load(model, tmp_path)
+    ours, theirs = model.state_dict(), cls.from_pretrained(tmp_path).state_dict()
+    assert ours.keys() == original.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, original[key]), key
+        assert torch.equal(value, theirs[key]), key
+    assert report.clones == 0
+    assert report.bytes_wanted == Checkpoint.open(tmp_path).nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+def test_experts_go_straight_from_the_file_into_their_stack(tmp_path, name):
+    cls, config = MODELS[name]
+    saved(cls, config(), tmp_path)
+    made = plan(build_model(Checkpoint.open(tmp_path)), tmp_path)
+    assert any(".experts.10." in placement.spec.name for placement in made.placements)
+    assert made.operations == []
+    rows = [each for each in made.placements if each.target.endswith("layers.0.mlp.experts.gate_up_proj")]
+    assert {each.target_region[0][0] for each in rows} == set(range(len(rows) // 2))
+    for each in rows:  # not in the order of their spelling, in which 10 comes before 2
+        assert f".experts.{each.target_region[0][0]}." in each.spec.name
+
+
+@pytest.mark.parametrize(("stored", "loaded"), [("Llama", hf.LlamaModel), ("Gemma3 causal", hf.Gemma3TextModel)])
+def test_a_base_model_from_a_checkpoint_with_a_head(tmp_path, stored, loaded):
+    cls, config = MODELS[stored]
+    original = saved(cls, config(), tmp_path)
+    model = loaded(config())
+    report = load(model, tmp_path)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, original.model.state_dict()[key]), key
+    assert "prefix 'model.' taken off" in "".join(report.notes)
+    heads = {"lm_head.weight": "head that the base model has not"} if stored == "Llama" else {}
+    assert report.dropped == heads
+
+
+def test_a_causal_model_from_a_base_checkpoint(tmp_path):
+    config = hf.LlamaConfig(**TEXT, tie_word_embeddings=True)
+    original = saved(hf.LlamaModel, config, tmp_path)
+    model = hf.LlamaForCausalLM(config)
+    report = load(model, tmp_path)
+    assert torch.equal(model.model.norm.weight, original.norm.weight)
+    assert report.prefix == "model."
+    assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_cast_on_the_way_through_a_merge(tmp_path):
+    cls, config = MODELS["Qwen3-MoE"]
+    original = saved(cls, config(), tmp_path, torch.bfloat16).state_dict()
+    model = cls(config())
+    load(model, tmp_path)
+    for key, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, original[key].float()), key
+
+
+def test_an_expert_that_is_missing_is_told(tmp_path):
+    cls, config = MODELS["Qwen3-MoE"]
+    saved(cls, config(), tmp_path)
+    tensors = {}
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    made = plan(build_model(Checkpoint.open(tmp_path)), tmp_path)
+    [mismatch] = made.mismatched_keys
+    assert mismatch.name == "model.layers.1.mlp.experts.down_proj"
+    assert mismatch.expected == "shape [12, 32, 16]"
+    assert "shape [11, 32, 16]" in mismatch.found
+
+
+class AddOne(ConversionOps):
+    """Arithmetic, which cannot be a placement."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        [tensors] = input_dict.values()
+        return {target_patterns[0]: tensors[0] + 1}
+
+    @property
+    def reverse_op(self):
+        return AddOne()
+
+
+class AddsOneConfig(hf.BertConfig):
+    model_type = "adds_one"
+
+
+class AddsOne(hf.BertModel):
+    config_class = AddsOneConfig
+
+
+@pytest.fixture
+def adding():
+    rule = WeightConverter("pooler.dense.stored", "pooler.dense.weight", operations=[AddOne()])
+    register_checkpoint_conversion_mapping("AddsOne", [rule], overwrite=True)
+
+
+def test_what_is_no_rectangle_is_computed_and_noted(tmp_path, adding):
+    from streamload.testing import write_safetensors
+
+    tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
+    stored = tensors.pop("pooler.dense.weight").clone()
+    path = write_safetensors(tmp_path / "m.safetensors", tensors | {"pooler.dense.stored": stored})
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    report = load(model, path)
+    assert torch.equal(model.pooler.dense.weight, stored + 1)
+    assert torch.equal(model.embeddings.word_embeddings.weight, tensors["embeddings.word_embeddings.weight"])
+    assert any("pooler.dense.weight (AddOne of transformers): computed" in note for note in report.notes)
+    with pytest.raises(BudgetError, match=r"pooler.dense.weight .* give memory_limit at least"):
+        load(model, path, memory_limit=1_120_000)
