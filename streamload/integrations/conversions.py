@@ -50,11 +50,17 @@ class TransformersConversions:
         self._patterns: dict[str, dict[str, str]] = {}
         self._prefix: str = getattr(model, "base_model_prefix", "") or ""
         self._counts: Counter[str] = Counter()
+        self._has_heads = False
+        """Whether the checkpoint is of a model with a head and this is the model without."""
         self._ignored = _ignored(model, targets)
         self._may_miss = sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
     def sort(self, names: Sequence[str]) -> list[str]:
         """Numbers in their order, so that experts are merged in it."""
+        base = bool(self._prefix) and not hasattr(self._model, self._prefix)
+        self._has_heads = base and any(
+            name.startswith(f"{self._prefix}.") and name[len(self._prefix) + 1 :] in self._home for name in names
+        )
         return sorted(names, key=self._natural)
 
     def route(self, name: str) -> Route:
@@ -84,8 +90,8 @@ class TransformersConversions:
         for pattern in self._ignored:
             if re.search(pattern, renamed):
                 return f"transformers ignores {pattern!r}"
-        is_head = self._prefix and not name.startswith(f"{self._prefix}.") and self._counts["strip"]
-        return "head that the base model has not" if is_head and not hasattr(self._model, self._prefix) else ""
+        is_head = self._has_heads and not name.startswith(f"{self._prefix}.")
+        return "head that the base model has not" if is_head else ""
 
     def _count(self, name: str, renamed: str) -> None:
         if renamed in self._home and renamed != name:

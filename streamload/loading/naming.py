@@ -44,6 +44,10 @@ class Conversions(Protocol):
     def allow_missing(self, name: str) -> str | None:
         """The rule under which the parameter ``name`` may be missing."""
 
+    @property
+    def prefix(self) -> str:
+        """What was put before the names."""
+
     def notes(self) -> list[str]:
         """What there is to say about the names that were asked for."""
 

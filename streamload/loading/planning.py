@@ -113,7 +113,10 @@ def make_plan(
     plan.operations = matched.operations
     _place(plan, targets, fitting)
     _find_missing(plan, targets, matched, missing, router)
-    plan.notes += [*(router.conversions.notes() if router.conversions else []), *unexpected.unused(), *missing.unused()]
+    if router.conversions is not None:
+        plan.prefix = router.conversions.prefix
+        plan.notes += router.conversions.notes()
+    plan.notes += [*unexpected.unused(), *missing.unused()]
     return plan
 
 
