@@ -98,8 +98,9 @@ def load(
     """Read the weights of a checkpoint into ``model``, straight from the files into its parameters.
 
     ``model``: any module, built as usual or inside ``skeleton()``. ``weights``: a folder, a file, the name of a model in the
-    Hugging Face cache, or an open Checkpoint. ``mapper``: a callable, or anything with ``map_name``, from a stored name to
-    the module's name, or to ``None``, which drops the tensor.
+    Hugging Face cache, or an open Checkpoint. ``mapper``: a WeightsMapper, vLLM's, anything with ``map_name``, or a callable,
+    from a stored name to the module's name, or to ``None``, which drops the tensor. ``None`` means the module's own
+    ``hf_to_vllm_mapper``, else the conversions of the library that it comes from, else that names stay.
 
     ``strict``: a missing, unexpected or mismatched name is an error, raised before a byte is read; otherwise it is
     only reported, and what does not fit is left out. ``ignore_unexpected`` and ``ignore_missing``: exact names or globs
