@@ -74,7 +74,7 @@ def test_nothing_to_restore_is_an_error():
 
 
 def test_a_factory_of_something_else_is_an_error():
-    with pytest.raises(LoadError, match="another structure.*proj"):
+    with pytest.raises(LoadError, match=r"another structure.*proj"):
         audit_buffers(Resampler(), nn.Module)
 
 
@@ -103,7 +103,7 @@ def test_an_attribute_computed_from_a_parameter_is_told_before_loading(tmp_path)
     path = write_safetensors(tmp_path / "m.safetensors", {"weight": torch.arange(4.0)})
     with skeleton():
         model = Clever()
-    with pytest.raises(LoadError, match="1 tensor attributes of Clever are on the meta device.*: largest"):
+    with pytest.raises(LoadError, match=r"1 tensor attributes of Clever are on the meta device.*: largest"):
         load(model, path)
     assert model.weight.is_meta
     with pytest.raises(LoadError, match=r"cannot be restored: largest \(computed from a parameter"):
