@@ -133,7 +133,9 @@ class TransformersConversions:
                 f"{type(error).__name__}: {error} (traced: {why})"
             ) from error
         kinds = dict.fromkeys(type(each).__name__ for each in self._by_pattern[next(iter(by_pattern))].operations)
-        order = {pattern: [spec.name for spec in members] for pattern, members in by_pattern.items()}
+        order: dict[str, list[str]] = {}
+        for name in specs:
+            order.setdefault(self._patterns[group][name], []).append(name)
 
         def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return self._run(

@@ -17,6 +17,7 @@ from streamload.loading.naming import Route, Router
 from streamload.loading.placement import Placement, row_major
 from streamload.loading.targets import Target, Targets
 from streamload.loading.tracing import Moved
+from streamload.loading.wrappers import wrapper_prefix
 from streamload.mapping.rules import Place
 
 #: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
@@ -50,22 +51,37 @@ class Matched:
     def take(self, catalog: Mapping[str, TensorSpec]) -> None:
         """Take in every tensor of ``catalog``."""
         at_home, whole = self._targets.at_home, self._whole
+        prefix = wrapper_prefix(catalog.keys(), self._lands)
+        if prefix:
+            self._keys.notes.append(
+                f"{prefix!r} taken off every name: it is the prefix of a wrapper, not of the module"
+            )
         if self._router.trivial:
-            for name, spec in catalog.items():
+            for stored, spec in catalog.items():
+                name = stored.removeprefix(prefix)
                 if at_home(name) and name not in self._targets.recomputed:
                     whole[name] = spec
                 else:
-                    self._arrive(spec, Route([Place(name)]))
+                    self._arrive(name, spec, Route([Place(name)]))
             return
         conversions = self._router.conversions
-        for name in conversions.sort([*catalog]) if conversions is not None else catalog:
-            self._arrive(catalog[name], self._router.route(name))
+        own = {name.removeprefix(prefix): spec for name, spec in catalog.items()}
+        for name in conversions.sort([*own]) if conversions is not None else own:
+            self._arrive(name, own[name], self._router.route(name))
         for group, specs in self._groups.items():
             self._convert(group, specs)
 
-    def _arrive(self, spec: TensorSpec, route: Route) -> None:
+    def _lands(self, name: str) -> bool:
+        """Whether ``name`` finds its place, or is dropped on purpose."""
+        if self._targets.at_home(name) or self._router.conversions is not None:
+            return self._targets.at_home(name)
+        places = self._router.route(name).places
+        return all(self._targets.at_home(place.name) for place in places)
+
+    def _arrive(self, name: str, spec: TensorSpec, route: Route) -> None:
+        """Book ``spec``, whose name without a wrapper's prefix is ``name``."""
         if route.group:
-            self._groups[route.group][spec.name] = spec
+            self._groups[route.group][name] = spec
         elif not route.places:
             self._keys.dropped[spec.name] = route.rule
         for place in route.places:
