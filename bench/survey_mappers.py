@@ -5,7 +5,7 @@
 Names come from each mapper's own rules, from published layouts written down below, and from transformers' classes (built
 on meta, their names turned back into those of the checkpoint). A difference is sorted by playing the name through both
 contracts, written down here once more and apart from the package; one that this does not explain is "other". Exits with
-1 when ours raises, or when a difference is of kind "other".
+1 when ours raises, when a difference is of kind "other", or when a published name goes astray in its module.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from streamload.mapping import Mapped, WeightsMapper
 
 Result = tuple[str, Any] | None
 STAGES = ("renaming", "regex", "substr", "stacked", "prefix", "suffix")
+BACKEND = "transformers backend, "
 STAND_INS = ("torchvision", "torchaudio", "timm", "terratorch")
 MOST_PAIRS = 4000
-MOST_WORDS = 40
+MOST_WORDS = 20
 """Of the transformers backend, whose rules are the same in every layer."""
 
 KINDS = {
@@ -135,7 +137,6 @@ class Found:
     theirs: Any
     labels: list[str]
     owners: list[type] = field(default_factory=list)
-    _tables: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -145,17 +146,17 @@ class Found:
     def modules(self) -> set[str]:
         return {owner.__module__ for owner in self.owners}
 
+    @property
+    def is_backend(self) -> bool:
+        return self.label.startswith(BACKEND)
+
     def table(self, stage: str) -> Mapping[Any, Any]:
-        """The rules of a stage; patterns, which vLLM compiles with the ``regex`` package, as those of ``re``."""
-        if stage not in self._tables:
-            table = getattr(self.theirs, f"orig_to_new_{stage}")
-            if stage == "regex":
-                table = {re.compile(getattr(old, "pattern", old)): new for old, new in table.items()}
-            self._tables[stage] = table
-        return self._tables[stage]
+        return getattr(self.theirs, f"orig_to_new_{stage}")
 
     def with_plain_patterns(self) -> WeightsMapper:
-        tables = {f"orig_to_new_{stage}": self.table(stage) for stage in STAGES[1:]}
+        """Our mapper with the patterns, which vLLM compiles with the ``regex`` package, compiled by ``re``."""
+        tables = {f"orig_to_new_{stage}": dict(self.table(stage)) for stage in STAGES[1:]}
+        tables["orig_to_new_regex"] = {old.pattern: new for old, new in self.table("regex").items()}
         return WeightsMapper(orig_to_new_renaming=self.theirs.orig_to_new_renaming, **tables)
 
 
@@ -318,7 +319,7 @@ def _small(config: Any) -> Any:
 
 def _few(names: Iterable[str]) -> list[str]:
     """Those of the first experts and layers."""
-    return [name for name in names if all(int(part) < 4 for part in name.split(".") if part.isdigit())]
+    return [name for name in names if all(int(part) < 2 for part in name.split(".") if part.isdigit())]
 
 
 _LAYOUTS: dict[str, Layout] = {}
@@ -338,7 +339,7 @@ def _of_transformers() -> Iterator[Found]:
         with contextlib.suppress(Exception):
             Base._create_hf_to_vllm_mapper(backend)
             stacked = theirs(orig_to_new_stacked=dict(_fused(layout.names)))
-            yield Found(backend.hf_to_vllm_mapper | stacked, [f"transformers backend, {name}"], [type(layout.model)])
+            yield Found(backend.hf_to_vllm_mapper | stacked, [f"{BACKEND}{name}"], [type(layout.model)])
 
 
 def _fused(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, Any]]]:
@@ -463,7 +464,7 @@ _TWISTS = ("my_{}", "{}_norm", "my_{}_norm", "{}2", "2{}", "{0}.{0}", "{0}_{0}",
 def derived(found: Found, rng: random.Random) -> list[str]:
     """Names made of the mapper's rules: what they look for, what they make, alone, in pairs, twisted, and shuffled."""
     words = list(dict.fromkeys(_words(found)))
-    if found.label.startswith("transformers backend") and len(words) > MOST_WORDS:
+    if found.is_backend and len(words) > MOST_WORDS:
         words = rng.sample(words, MOST_WORDS)
     names = list(_around(words))
     pairs = [f"{one}.{two}{end}" for one, two in itertools.permutations(words, 2) for end in ("", ".weight")]
@@ -661,6 +662,8 @@ class Row:
     differences: list[Difference] = field(default_factory=list)
     disagrees: list[str] = field(default_factory=list)
     """Names where both give the same but this file's reading of our contract does not."""
+    astray: list[str] = field(default_factory=list)
+    """Published names that ours reads otherwise than vLLM in a module that has all of vLLM's results."""
     raised: list[str] = field(default_factory=list)
     findings: list[Any] = field(default_factory=list)
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -691,25 +694,30 @@ def survey(found: Found, common: Sequence[str], rng: random.Random) -> Row:
     except Exception as error:
         row.raised.append(f"WeightsMapper.like(vLLM's): {error!r}")
         ours = found.with_plain_patterns()
-    names = dict.fromkeys(_own_layout(found), "own") | dict.fromkeys(common, "published")
-    row.real = len(names)
-    _lint(row, ours, list(names))
-    names = dict.fromkeys(derived(found, rng), "made up") | names | dict.fromkeys(_own_layout(found), "own")
-    row.names = len(names)
+    names = dict.fromkeys(derived(found, rng), "made up") | dict.fromkeys(common, "published")
+    names |= dict.fromkeys(_own_layout(found), "own")
+    row.names, row.real = len(names), sum(source != "made up" for source in names.values())
     _compare(row, ours, names)
+    _in_its_module(row, ours)
+    _lint(row, ours)
     return row
 
 
 def _own_layout(found: Found) -> Iterator[str]:
-    """The names of the models that live in the mapper's own modules, whole and as submodules see them."""
-    for name in found.labels:
-        if (layout := _LAYOUTS.get(name.removeprefix("transformers backend, "))) is not None:
-            yield from (*layout.names, *layout.published)
-    for arch, module in _registered():
-        if module in found.modules and arch in _LAYOUTS:
-            yield from stripped([*_LAYOUTS[arch].names, *_LAYOUTS[arch].published])
+    """The names of the mapper's own models, and those that submodules see of them."""
+    for layout in _own(found):
+        names = [*layout.names, *layout.published]
+        yield from names if found.is_backend else stripped(names)
 
 
+def _own(found: Found) -> list[Layout]:
+    """The layouts of the models that live in the mapper's modules."""
+    if found.is_backend:
+        return [_LAYOUTS[found.label.removeprefix(BACKEND)]]
+    return [_LAYOUTS[arch] for arch, module in _registered() if module in found.modules and arch in _LAYOUTS]
+
+
+@cache
 def _registered() -> list[tuple[str, str]]:
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -747,15 +755,26 @@ def _settled(ours: WeightsMapper, name: str, their: Result) -> bool:
     return ours.read(name, {their[0]}.__contains__).mapped == Mapped(*their)
 
 
-def _lint(row: Row, ours: WeightsMapper, names: Sequence[str]) -> None:
-    """Findings, without those about rules that these names, which are not the checkpoint's, do not reach."""
+def _in_its_module(row: Row, ours: WeightsMapper) -> None:
+    """Whether ours, told what vLLM makes of a model's published names, arrives at the same."""
+    for layout in _own(row.found):
+        results = {name: row.found.theirs._map_name_with_shard(name) for name in layout.published}
+        home = {result[0] for result in results.values() if result}
+        for name, result in results.items():
+            mapped = ours.read(name, home.__contains__).mapped
+            row.astray += [name] if (None if mapped is None else tuple(mapped)) != result else []
+
+
+def _lint(row: Row, ours: WeightsMapper) -> None:
+    """Findings by each of the mapper's models' published names; by the rules alone where no such model is known."""
     owner = next((each for each in row.found.owners if hasattr(each, "named_parameters")), None)
-    try:
-        findings = ours.lint(names, module=owner)
-    except Exception as error:
-        row.raised.append(f"lint(names, module={getattr(owner, '__name__', owner)}): {error!r}")
-        findings = [*ours.lint(names), *(each for each in ours.lint((), owner) if each.kind == "packed")]
-    row.findings = findings
+    for names in [layout.published for layout in _own(row.found)] or [[]]:
+        try:
+            findings = ours.lint(names, module=owner)
+        except Exception as error:
+            row.raised.append(f"lint(names, module={getattr(owner, '__name__', owner)}): {error!r}")
+            findings = [*ours.lint(names), *(each for each in ours.lint((), owner) if each.kind == "packed")]
+        row.findings += [each for each in findings if each not in row.findings]
 
 
 # ---- Telling ---------------------------------------------------------------------------------------------------------
@@ -777,7 +796,8 @@ def summary(rows: Sequence[Row], imports: Imports, skipped: Sequence[Found], sec
         f"{sum(row.of('published') for row in rows):,} of those names are published for other models, "
         f"{sum(row.of('own') for row in rows):,} for the mapper's own. "
         f"Ours raised {sum(len(row.raised) for row in rows)} times; this file's reading of our contract disagreed "
-        f"{sum(len(row.disagrees) for row in rows)} times where both mappers agree.",
+        f"{sum(len(row.disagrees) for row in rows)} times where both mappers agree. "
+        f"{sum(len(row.astray) for row in rows)} published names go elsewhere when the module is known.",
         f"Mapping took vLLM {theirs:.1f} s and us {ours:.1f} s ({1e6 * theirs / names:.1f} and {1e6 * ours / names:.1f} µs a "
         f"name); the survey {seconds:.0f} s.",
         "",
@@ -795,7 +815,7 @@ def summary(rows: Sequence[Row], imports: Imports, skipped: Sequence[Found], sec
 
 
 def _group(found: Found) -> str:
-    if found.label.startswith("transformers backend"):
+    if found.is_backend:
         return "of its transformers backend"
     if found.label.endswith("()"):
         return "of quantisations"
@@ -861,6 +881,7 @@ def trouble(rows: Sequence[Row]) -> list[str]:
         f"* other: {row.found.label}: `{each.name}`: {_show(each.vllm)}, ours {_show(each.ours)}"
         for row, each in others[:20]
     ]
+    lines += [f"* elsewhere in its module: {row.found.label}: {row.astray[:3]}" for row in rows if row.astray]
     lines += [f"* contract read differently: {row.found.label}: {row.disagrees[:3]}" for row in rows if row.disagrees]
     return [*lines, ""] if lines else []
 
@@ -893,6 +914,7 @@ def as_json(rows: Sequence[Row], imports: Imports, skipped: Sequence[Found]) -> 
                 "findings": [each._asdict() for each in row.findings],
                 "raised": row.raised,
                 "disagrees": row.disagrees,
+                "astray": row.astray,
             }
             for row in rows
         ],
@@ -931,7 +953,7 @@ def main() -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump(as_json(rows, imports, skipped), file, indent=1, default=str)
-    return int(any(row.raised or row.counts["other"] for row in rows))
+    return int(any(row.raised or row.astray or row.counts["other"] for row in rows))
 
 
 if __name__ == "__main__":

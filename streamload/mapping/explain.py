@@ -62,8 +62,10 @@ def close_to(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]
 
 
 def names_of(module: Any) -> set[str] | None:
-    """The names of a module's parameters and buffers, or those of a table or a list; ``None`` for ``None``."""
-    if module is None:
+    """The names of a module's parameters and buffers, or those of a table or a list; ``None`` for ``None`` and for
+    a class, which has none yet.
+    """
+    if module is None or isinstance(module, type):
         return None
     if not isinstance(module, (str, Mapping)) and hasattr(module, "named_parameters"):
         tensors: list[Callable[..., Iterable[tuple[str, Any]]]] = [module.named_parameters, module.named_buffers]

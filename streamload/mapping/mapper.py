@@ -13,7 +13,7 @@ from streamload.errors import MappingError
 from streamload.mapping.composed import Composed, Named
 from streamload.mapping.engine import Engine, Reading
 from streamload.mapping.lint import Finding, lint
-from streamload.mapping.rules import AtHome, Literal, Pattern, ShardId, Split, Stacked, check_shard
+from streamload.mapping.rules import AtHome, Literal, Pattern, ShardId, Split, Stacked, check_shard, text_of
 
 Value = TypeVar("Value")
 
@@ -157,14 +157,14 @@ def _literals(table: Mapping[str, str | None]) -> list[Literal]:
 
 def _keys(table: Mapping[Any, Value]) -> dict[Any, Value]:
     """``table`` with patterns by their text, so that a compiled one equals one that is not."""
-    return {old.pattern if isinstance(old, re.Pattern) else old: new for old, new in table.items()}
+    return {text_of(old): new for old, new in table.items()}
 
 
 def _merged(ours: Mapping[Any, Value], theirs: Mapping[Any, Value]) -> dict[Any, Value]:
-    known = {old.pattern if isinstance(old, re.Pattern) else old: old for old in ours}
+    known = {text_of(old): old for old in ours}
     merged = dict(ours)
     for old, new in theirs.items():
-        merged[known.get(old.pattern if isinstance(old, re.Pattern) else old, old)] = new
+        merged[known.get(text_of(old), old)] = new
     return merged
 
 
@@ -175,7 +175,7 @@ def _check(mapper: WeightsMapper) -> None:
         if not isinstance(table, Mapping):
             raise MappingError(f"{stage}: expected a dict of rules, found {type(table).__name__}")
         for old, new in table.items():
-            text = old.pattern if isinstance(old, re.Pattern) and stage == "orig_to_new_regex" else old
+            text = text_of(old) if stage == "orig_to_new_regex" else old
             if not isinstance(text, str) or not (new is None or isinstance(new, str)):
                 raise MappingError(f"{stage}: expected text -> text, or None to drop, found {old!r:.80} -> {new!r:.80}")
     if "" in mapper.orig_to_new_suffix:

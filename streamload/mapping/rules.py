@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from streamload.errors import MappingError
 
@@ -88,12 +88,13 @@ class Pattern(NamedTuple):
     @classmethod
     def make(cls, number: int, old: str | re.Pattern[str], new: str | None) -> Pattern:
         try:
-            pattern = re.compile(old)
+            # Compiled ones are kept as they are: those of the regex package know more, and never run away.
+            pattern = re.compile(old) if isinstance(old, str) else old
             if new is None:
                 return cls(number, pattern, None, None)
             pattern.sub(new, "")  # which reads the replacement, also where nothing matches
-        except (re.error, IndexError) as error:
-            raise MappingError(f"regex rule {getattr(old, 'pattern', old)!r} -> {new!r}: {error}") from error
+        except Exception as error:  # each regex library raises its own
+            raise MappingError(f"regex rule {text_of(old)!r} -> {new!r}: {error}") from error
         literals = re.split(r"\\(?:\d+|g<\w+>)", new)
         return cls(number, pattern, new, re.compile(".*".join(map(re.escape, literals))))
 
@@ -204,8 +205,15 @@ def check_shard(old: str, new: object, shard: object) -> None:
         raise MappingError(f"stacked rule {old!r}: an expert's part is a str, an int or None, found {shard!r:.100}")
 
 
+def text_of(old: Any) -> Any:
+    """The text of a rule's key, which can be a compiled pattern of any regex library."""
+    return old if isinstance(old, str) else getattr(old, "pattern", old)
+
+
 def is_inside(name: str, start: int, end: int) -> bool:
     """Whether the text from ``start`` to ``end`` begins or ends within a component of ``name``."""
+    if start == end:
+        return False
     begins = start == 0 or name[start - 1] == "." or name[start : start + 1] == "."
     ends = end >= len(name) or name[end] == "." or name[end - 1 : end] == "."
     return not (begins and ends)

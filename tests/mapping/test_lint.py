@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+from torch import nn
+
 from streamload import WeightsMapper
 from streamload.testing import module_of
 
@@ -36,6 +38,11 @@ def test_a_hit_inside_a_component():
     mapper = WeightsMapper(orig_to_new_suffix={"head.weight": "lm.weight"})
     [finding] = mapper.lint(["overhead.weight"])
     assert (finding.kind, "overhead.weight" in finding.message) == ("inside-component", True)
+
+
+def test_the_empty_prefix_is_not_inside_anything_and_a_class_has_no_names_yet():
+    mapper = WeightsMapper(orig_to_new_prefix={"": "model."})
+    assert kinds(mapper, ["embed_tokens.weight"], nn.Linear) == {("own-output", "prefix")}
 
 
 def test_collisions_and_names_without_a_home():

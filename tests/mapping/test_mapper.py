@@ -48,6 +48,14 @@ def test_two_regex_rules_with_groups_keep_their_own_numbers():
     assert mapper("layers.0.layers.1.lin.weight") == "layers.0.layers.1.linear.weight"
 
 
+def test_patterns_of_the_regex_package_are_kept_as_they_are():
+    regex = pytest.importorskip("regex")
+    rules = {regex.compile(r"^bert\.(.+)"): r"model.\1"}
+    mapper = WeightsMapper(orig_to_new_regex=rules)
+    assert mapper("bert.w") == "model.w"
+    assert (mapper | WeightsMapper(orig_to_new_regex={r"^bert\.(.+)": r"model.\1"}))("bert.w") == "model.w"
+
+
 def test_none_drops_in_every_stage_that_has_it():
     for stage, old in (("regex", "^a"), ("substr", "b"), ("prefix", "a"), ("suffix", "c")):
         mapper = WeightsMapper(**{f"orig_to_new_{stage}": {old: None}})
