@@ -73,6 +73,8 @@ def key_rows(keys: Keys) -> list[tuple[str, str]]:
         rows.append((f"missing ({len(keys.missing_keys)})", summarise(keys.missing_keys, keys.known)))
     if keys.unexpected_keys:
         rows.append((f"unexpected ({len(keys.unexpected_keys)})", summarise(keys.unexpected_keys)))
+    rows += [("parts", str(each)) for each in keys.incomplete[:10]]
+    rows += [("renamed", f"{name} {became}") for name, became in list(keys.renamed.items())[:10]]
     rows += [
         (
             f"mismatched ({len(keys.mismatched_keys)})",

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError
-from streamload.loading.moves import Operation
+from streamload.loading.blocks import Untraceable
 from streamload.loading.naming import Route
+from streamload.loading.operation import Operation
 from streamload.loading.targets import Targets, torch_dtype
-from streamload.loading.tracing import Moved, Untraceable, trace
+from streamload.loading.tracing import Moved, trace
 from streamload.mapping.rules import Place
 
 #: What transformers drops besides the patterns of the class: buffers that older versions stored.
@@ -91,7 +92,7 @@ class TransformersConversions:
             if re.search(pattern, renamed):
                 return f"transformers ignores {pattern!r}"
         is_head = self._has_heads and not name.startswith(f"{self._prefix}.")
-        return "head that the base model has not" if is_head else ""
+        return f"outside {self._prefix + '.'!r}: a head, which the base model has not" if is_head else ""
 
     def _count(self, name: str, renamed: str) -> None:
         if renamed in self._home and renamed != name:
@@ -123,14 +124,19 @@ class TransformersConversions:
         by_pattern: Mapping[str, list[TensorSpec]],
         why: Untraceable,
     ) -> Operation:
-        shapes = {pattern: [_example(spec) for spec in members] for pattern, members in by_pattern.items()}
+        target = self._targets.specs[self._targets.aliases.get(group, group)]
+        dtype = torch_dtype(target.dtype)  # the library casts what it reads before it computes
+        shapes = {
+            pattern: [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in members]
+            for pattern, members in by_pattern.items()
+        }
         try:
-            targets = tuple(self._run(group, shapes))
+            targets = {name: tuple(value.shape) for name, value in self._run(group, shapes).items()}
         except Exception as error:
             names = ", ".join(list(specs)[:3])
             raise LoadError(
                 f"transformers cannot make {group} of {names}{' and others' if len(specs) > 3 else ''}: "
-                f"{type(error).__name__}: {error} (traced: {why})"
+                f"{type(error).__name__}: {error} (and it does more than move elements: {why})"
             ) from error
         kinds = dict.fromkeys(type(each).__name__ for each in self._by_pattern[next(iter(by_pattern))].operations)
         order: dict[str, list[str]] = {}
@@ -138,9 +144,8 @@ class TransformersConversions:
             order.setdefault(self._patterns[group][name], []).append(name)
 
         def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return self._run(
-                group, {pattern: [tensors.pop(name) for name in names] for pattern, names in order.items()}
-            )
+            inputs = {pattern: [tensors.pop(name).to(dtype) for name in names] for pattern, names in order.items()}
+            return self._run(group, inputs)
 
         return Operation(f"{group} ({', '.join(kinds)} of transformers)", dict(specs), targets, run)
 
@@ -167,10 +172,6 @@ class TransformersConversions:
 def _ready(tensor: Tensor) -> Callable[[], Tensor]:
     """The library calls what it has not loaded yet."""
     return lambda: tensor
-
-
-def _example(spec: TensorSpec) -> Tensor:
-    return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
 
 
 def _ignored(model: Any, targets: Targets) -> list[str]:

@@ -254,7 +254,7 @@ def _execute(
     untie: bool,
 ) -> None:
     made, targets, device, already, started = prepared
-    teller = _Teller(made, progress) if progress is not None else None
+    teller = _Teller(progress) if progress is not None else None
     execution = Execution(made, targets, teller)
     names = made.filled()
     earlier, meter = marked(model), None
@@ -356,18 +356,14 @@ def _check_written(ledger: Ledger) -> None:
 class _Teller:
     """Turns the books into calls of the user's callback, and remembers whether that failed."""
 
-    def __init__(self, made: LoadPlan, callback: Callable[[Progress], None]) -> None:
-        self._specs = [
-            *(placement.spec for placement in made.placements),
-            *(copy.placement.spec for copy in made.copies),
-        ]
+    def __init__(self, callback: Callable[[Progress], None]) -> None:
         self._callback = callback
         self.failure: BaseException | None = None
 
     def __call__(self, ledger: Ledger) -> None:
-        spec = self._specs[ledger.last]
+        spec = ledger.placements[ledger.last].spec
         state = Progress(
-            ledger.bytes_written, ledger.bytes_wanted, ledger.written, len(self._specs), spec.name, spec.file
+            ledger.bytes_written, ledger.bytes_wanted, ledger.written, len(ledger.placements), spec.name, spec.file
         )
         try:
             self._callback(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from streamload.checkpoint.dtypes import BITS
 from streamload.checkpoint.spec import Stamp
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.ledger import Ledger
-from streamload.loading.moves import Operation
+from streamload.loading.operation import Operation
 from streamload.loading.placement import Placement, Region, pieces, run_of
 from streamload.loading.planning import Copy, LoadPlan
 from streamload.loading.targets import Target, Targets, takes_device_memory, torch_dtype
@@ -29,11 +29,12 @@ from streamload.sources.system import BLOCK
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def make_room(targets: Targets, names: Iterable[str], device: torch.device | None) -> None:
+def make_room(targets: Targets, names: Iterable[str], device: torch.device | None, keep: Collection[str] = ()) -> None:
     """Give every target in ``names`` real memory of its planned dtype, without touching it.
 
     Targets on meta move to ``device`` (the CPU when that is ``None``); real ones only change where device or dtype differ.
-    Ties, ``requires_grad``, the class and the attributes of a parameter are kept. Raises BudgetError when there is no memory.
+    Ties, ``requires_grad``, the class and the attributes of a parameter are kept, and the values of those in ``keep``, which
+    will be filled in part. Raises BudgetError when there is no memory.
     """
     wanted = [name for name in names if device is not None or not targets.specs[name].address]
     for number, name in enumerate(wanted, 1):
@@ -48,6 +49,8 @@ def make_room(targets: Targets, names: Iterable[str], device: torch.device | Non
                 f"no memory for {name} ({targets.specs[name].nbytes:,} bytes on {where}; {number} of {len(wanted)}): "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        if name in keep and not old.is_meta:
+            memory.copy_(old.detach())
         _replace(targets, name, memory)
 
 
@@ -113,6 +116,10 @@ def _is_cut(placement: Placement) -> bool:
     )
 
 
+def _inputs(operation: Operation) -> list[Placement]:
+    return [Placement(spec, name) for name, spec in operation.sources.items()]
+
+
 class Difference(NamedTuple):
     """A stored copy of a tied parameter that is not what was written."""
 
@@ -127,8 +134,8 @@ class Execution:
         self.plan = plan
         self.targets = targets
         self.compared = [copy.placement for copy in plan.copies]
-        self.placements = [*plan.placements, *self.compared]
-        self.ledger = Ledger(self.placements)
+        self.ledger = Ledger([*plan.placements, *self.compared])
+        self._computed = [self._expect(_inputs(operation)) for operation in plan.operations]
         self.differences: list[Difference] = []
         """Stored copies of tied parameters that differ from what was written."""
         self._meter: Meter | None = None
@@ -137,44 +144,46 @@ class Execution:
     def run(self, names: Iterable[str], device: torch.device | None, meter: Meter) -> None:
         """Make room for the targets ``names``, read everything, and compare."""
         self._meter = meter
-        make_room(self.targets, names, device)
+        make_room(self.targets, names, device, keep={each.name for each in self.plan.incomplete})
         with self._pool() as pool:
             self.targets.touched = True
             self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.stamps, self.plan.window))
-            for operation in self.plan.operations:
-                self._compute(pool, operation)
+            for operation, first in zip(self.plan.operations, self._computed, strict=True):
+                self._compute(pool, operation, first)
             if self.compared:
                 self.differences = self._compare(pool)
 
-    def _compute(self, pool: StagingPool, operation: Operation) -> None:
+    def _expect(self, placements: Sequence[Placement]) -> int:
+        """Open accounts for ``placements``; returns the number of the first."""
+        first = len(self.ledger.placements)
+        self.ledger.expect(placements)
+        return first
+
+    def _compute(self, pool: StagingPool, operation: Operation, first: int) -> None:
         """Read what an operation needs, run it, and put its results in place."""
         inputs = Targets()
         for name, spec in operation.sources.items():
             tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
             inputs.specs[name] = Target(name, spec.dtype, spec.shape, tensor.data_ptr())
             inputs.tensors[name] = tensor
-        first = len(self.placements)
-        more = [Placement(spec, name) for name, spec in operation.sources.items()]
-        self.placements += more
-        self.ledger.expect(more)
-        self._read(pool, _reads(more, first, inputs, self.plan.stamps, self.plan.window))
+        self._read(pool, _reads(_inputs(operation), first, inputs, self.plan.stamps, self.plan.window))
         tensors, inputs.tensors = inputs.tensors, {}
-        for name, value in operation.run(tensors).items():
+        made = operation.run(tensors)
+        if (shapes := {name: tuple(value.shape) for name, value in made.items()}) != dict(operation.targets):
+            raise LoadError(f"{operation.title}: expected to make {dict(operation.targets)}, but it made {shapes}")
+        for name, value in made.items():
             target = self.targets.tensors[self.targets.aliases.get(name, name)].detach()
-            if value.shape != target.shape:
-                raise LoadError(
-                    f"{operation.title}: made shape {list(value.shape)} for {name}, expected {list(target.shape)}"
-                )
-            target.copy_(value)
+            with torch.inference_mode(target.is_inference()):
+                target.copy_(value)
+        if self._meter is not None:
+            self._meter.sample()  # while what it needed is still there
 
     def untie(self, copies: Sequence[Copy]) -> None:
         """Give the aliases of ``copies`` memory of their own and read their values into it."""
         for alias in dict.fromkeys(copy.alias for copy in copies):
             untie(self.targets, alias)
-        first = len(self.placements)
         more = [copy.placement._replace(target=copy.alias) for copy in copies]
-        self.placements += more
-        self.ledger.expect(more)
+        first = self._expect(more)
         with self._pool() as pool:
             self._read(pool, _reads(more, first, self.targets, self.plan.stamps, self.plan.window))
 

@@ -11,7 +11,8 @@ from streamload.loading.execute import Execution
 
 def where(error: BaseException, execution: Execution) -> str:
     """At which tensor, of which file, after how much."""
-    ledger, placements = execution.ledger, execution.placements
+    ledger = execution.ledger
+    placements = ledger.placements
     amount = f"after {ledger.bytes_written:,} of {ledger.bytes_wanted:,} bytes"
     number = ledger.last
     if isinstance(error, SourceError) and error.offset is not None:

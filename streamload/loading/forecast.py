@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor
 
+from streamload.checkpoint.dtypes import BITS
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.planning import Forecast, LoadPlan
 from streamload.loading.targets import Targets, is_solid
@@ -35,16 +36,16 @@ def forecast(
 
 
 def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
-    """Bytes that the largest operation takes: what it reads, that once more in the making, and its results.
+    """Bytes that the largest operation takes at most: what it reads, that in the target's dtype, and its results, the last two
+    once more in the making.
 
     Raises BudgetError when it does not fit.
     """
     most = 0
     for operation in made.operations:
-        sources = sum(spec.nbytes for spec in operation.sources.values())
-        need = 2 * sources + 2 * sum(
-            targets.specs[targets.aliases.get(name, name)].nbytes for name in operation.targets
-        )
+        item = max(BITS[targets.specs[targets.aliases.get(name, name)].dtype] for name in operation.targets) // 8
+        sources = sum(spec.nbytes + 2 * spec.numel * item for spec in operation.sources.values())
+        need = sources + 2 * sum(targets.specs[targets.aliases.get(name, name)].nbytes for name in operation.targets)
         if need > room:
             raise BudgetError(
                 f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import MappingError
-from streamload.loading.incomplete import Incomplete
+from streamload.loading.keys import Incomplete
 from streamload.loading.placement import Placement, Region
 from streamload.loading.targets import Target
 from streamload.mapping.rules import Expert, ShardId, Stacked
@@ -73,14 +73,10 @@ class Fused:
                 return wrong
         return None
 
-    def placements(self) -> list[tuple[Placement, _Arrival]]:
+    def placements(self) -> list[Placement]:
         """A placement for everything whose place is known."""
-        made = []
-        for arrival in self.arrivals:
-            region = self._region(arrival)
-            if region is not None:
-                made.append((Placement(arrival.spec, self.target.name, None, region), arrival))
-        return made
+        regions = [(arrival.spec, self._region(arrival)) for arrival in self.arrivals]
+        return [_placed(spec, self.target.name, region) for spec, region in regions if region is not None]
 
     def incomplete(self) -> Incomplete | None:
         """What is still missing."""
@@ -191,6 +187,14 @@ class Fused:
         if any(part not in sizes for part in left):
             return None
         return total + sum(sizes[part] for part in left)
+
+
+def _placed(spec: TensorSpec, target: str, region: Region) -> Placement:
+    """``spec`` in the shape of ``region``, which has a dimension more for an expert, or one for a single number."""
+    shape = tuple(stop - start for start, stop in region)
+    if shape != spec.shape and spec.strides is not None:
+        spec = spec._replace(strides=(*(0,) * (len(shape) - len(spec.shape)), *spec.strides))
+    return Placement(spec._replace(shape=shape), target, None, region)
 
 
 def sizes_of(module: Any, name: str) -> Sequence[int] | None:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from streamload.loading.incomplete import Incomplete
-
 _SHOWN = 12
 
 
@@ -20,6 +18,22 @@ class Mismatch(NamedTuple):
     expected: str
     found: str
     file: str
+
+
+class Incomplete(NamedTuple):
+    """A fused parameter of which parts are missing."""
+
+    name: str
+    present: list[str]
+    missing: list[str]
+    wanted: list[str]
+    """Names in the checkpoint that would fill the missing parts."""
+
+    def __str__(self) -> str:
+        there = f"part {', '.join(self.present)} present, " if self.present else ""
+        return (
+            f"{self.name}: {there}part {', '.join(self.missing)} missing; would be filled by {', '.join(self.wanted)}"
+        )
 
 
 class Cast(NamedTuple):

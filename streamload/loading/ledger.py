@@ -12,7 +12,8 @@ class Ledger:
     """Books what is in place, by placement. A target counts as written when every byte of its placements is."""
 
     def __init__(self, placements: Iterable[Placement]) -> None:
-        self._placements: list[Placement] = []
+        self.placements: list[Placement] = []
+        """All that is to be written, in the order of its numbers."""
         self._left: list[int] = []
         self.bytes_wanted = 0
         self.bytes_written = 0
@@ -27,7 +28,7 @@ class Ledger:
         """Open accounts for ``placements``, which are numbered on from those before."""
         added = list(placements)
         sizes = [placement.nbytes for placement in added]
-        self._placements += added
+        self.placements += added
         self._left += sizes
         self.bytes_wanted += sum(sizes)
         self.written += sizes.count(0)
@@ -47,4 +48,4 @@ class Ledger:
 
     def unwritten(self) -> list[str]:
         """Names of targets of which a byte is still missing, or was written twice."""
-        return [placement.target for placement, left in zip(self._placements, self._left, strict=True) if left]
+        return [placement.target for placement, left in zip(self.placements, self._left, strict=True) if left]

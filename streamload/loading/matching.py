@@ -10,10 +10,9 @@ from streamload.checkpoint.dtypes import castable, narrows
 from streamload.errors import LoadError, MappingError
 from streamload.loading.fused import Fused, cut, sizes_of
 from streamload.loading.ignore import Ignore
-from streamload.loading.incomplete import Incomplete
-from streamload.loading.keys import Cast, Keys, Mismatch
-from streamload.loading.moves import Operation
+from streamload.loading.keys import Cast, Incomplete, Keys, Mismatch
 from streamload.loading.naming import Route, Router
+from streamload.loading.operation import Operation
 from streamload.loading.placement import Placement, row_major
 from streamload.loading.targets import Target, Targets
 from streamload.loading.tracing import Moved
@@ -32,7 +31,7 @@ class Matched:
         self._whole: dict[str, TensorSpec] = {}
         self._cuts: dict[str, tuple[TensorSpec, Place]] = {}
         self._fused: dict[str, Fused] = {}
-        self._moved: dict[str, tuple[str, Moved]] = {}
+        self._moved: dict[str, tuple[TensorSpec, Moved]] = {}
         self._groups: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
         self.operations: list[Operation] = []
 
@@ -131,16 +130,19 @@ class Matched:
             return self._cuts[name][0].name
         if name in self._fused:
             return self._fused[name].arrivals[0].spec.name
-        return self._moved[name][0]
+        return self._moved[name][0].name
 
     def _convert(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
         assert self._router.conversions is not None
         made = self._router.conversions.convert(group, specs)
         first = next(iter(specs.values()))
         if isinstance(made, Operation):
-            homeless = [name for name in made.targets if not self._targets.at_home(name)]
-            if homeless:
-                raise LoadError(f"{made.title}: makes {', '.join(homeless[:3])}, which the module does not have")
+            for name, shape in made.targets.items():
+                if not self._targets.at_home(name):
+                    raise LoadError(f"{made.title}: makes {name}, which the module does not have")
+                self._refuse_second(name, first, (self._whole, self._cuts, self._fused, self._moved))
+                if shape != (wanted := self._target(name).shape):
+                    self._mismatch(name, f"shape {list(wanted)}", f"shape {list(shape)} made of {first.name}", first)
             self.operations.append(made)
             self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
             return
@@ -149,7 +151,7 @@ class Matched:
                 self._left_over(first, Place(name), f"the conversion of {group}")
             else:
                 self._refuse_second(name, first, (self._whole, self._cuts, self._fused, self._moved))
-                self._moved[name] = (first.name, moved)
+                self._moved[name] = (first, moved)
 
     def _target(self, name: str) -> Target:
         return self._targets.specs[self._targets.aliases.get(name, name)]
@@ -168,8 +170,8 @@ class Matched:
                 found[name] = [placement]
         for name, fused in self._fused.items():
             found |= self._parts(name, fused)
-        for name, (first, moved) in self._moved.items():
-            found |= self._blocks(name, first, moved)
+        for name, (sample, moved) in self._moved.items():
+            found |= self._blocks(name, sample, moved)
         return found
 
     def _cut(self, name: str, spec: TensorSpec, place: Place) -> Placement | None:
@@ -192,28 +194,22 @@ class Matched:
         if (wrong := fused.misfit()) is not None:
             self._mismatch(name, *wrong, fused.arrivals[0].spec)
             return {}
-        fits = [self._may_cast(fused.target, arrival.spec, name) for arrival in fused.arrivals]
-        made = [placement for placement, _ in fused.placements()]
-        return {name: [self._flat(each, fused.target) for each in made]} if all(fits) and made else {}
+        kinds = {arrival.spec.dtype: arrival.spec for arrival in fused.arrivals}
+        fits = [self._may_cast(fused.target, spec, name) for spec in kinds.values()]
+        tensor = self._targets.tensors.get(fused.target.name)
+        if fused.incomplete() is not None and tensor is not None and tensor.is_meta:
+            return {}  # what is not filled would be raw memory; so it stays on meta, where it cannot be mistaken
+        made = fused.placements()
+        return {name: made} if all(fits) and made else {}
 
-    def _flat(self, placement: Placement, target: Target) -> Placement:
-        """``placement`` with a region of the shape of what is stored, also where that is one number or lacks a dimension."""
-        spec, region = placement.spec, placement.target_region
-        assert region is not None
-        shape = tuple(stop - start for start, stop in region)
-        if shape != spec.shape:
-            strides = None if spec.strides is None else (*(0,) * (len(shape) - len(spec.shape)), *spec.strides)
-            spec = spec._replace(shape=shape, strides=strides)
-        return placement._replace(spec=spec, target_region=region)
-
-    def _blocks(self, name: str, first: str, moved: Moved) -> dict[str, list[Placement]]:
+    def _blocks(self, name: str, first: TensorSpec, moved: Moved) -> dict[str, list[Placement]]:
         target = self._target(name)
-        sample = moved.blocks[0][0] if moved.blocks else None
         if moved.shape != target.shape:
-            file = sample.file if sample else ""
-            found = f"shape {list(moved.shape)} made of {first} and others"
-            self._keys.mismatched_keys.append(Mismatch(name, f"shape {list(target.shape)}", found, file))
+            found = f"shape {list(moved.shape)} made of {first.name} and others"
+            self._mismatch(name, f"shape {list(target.shape)}", found, first)
             return {}
+        if not moved.blocks:  # it has no element, but has to be there
+            return {name: [Placement(first._replace(shape=target.shape, nbytes=0, strides=None), target.name)]}
         kinds = {spec.dtype: spec for spec, _ in moved.blocks}
         if not all(self._may_cast(target, spec, name) for spec in kinds.values()):
             return {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError, MappingError
-from streamload.loading.moves import Operation
+from streamload.loading.operation import Operation
 from streamload.loading.targets import Targets
 from streamload.loading.tracing import Moved
 from streamload.mapping import WeightsMapper
@@ -67,17 +67,14 @@ class Router:
         self._root = self.conversions.route if self.conversions is not None else _ask(root, self.at_home)
         below = {dotted: as_mapper(own) for dotted, own in targets.mappers if dotted}
         self._below = {dotted: own for dotted, own in below.items() if own is not root}
-        self.named = [each for each in (root, *below.values()) if isinstance(each, Named)]
+        named = [each for each in (root, *self._below.values()) if isinstance(each, Named)]
+        self.stacked_rules: list[Stacked] = [rule for mapper in named for rule in mapper.stacked_rules]
+        """Those of all mappers."""
 
     @property
     def trivial(self) -> bool:
         """Whether every name stays as it is."""
         return self._root is None and not self._below
-
-    @property
-    def stacked_rules(self) -> list[Stacked]:
-        """Those of all mappers."""
-        return [rule for mapper in self.named for rule in mapper.stacked_rules]
 
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""

@@ -13,8 +13,8 @@ from streamload.loading.fused import Fused, could_fill
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Keys
 from streamload.loading.matching import Matched
-from streamload.loading.moves import Operation
 from streamload.loading.naming import Router
+from streamload.loading.operation import Operation
 from streamload.loading.placement import Placement
 from streamload.loading.targets import Targets
 

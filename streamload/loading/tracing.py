@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from itertools import accumulate, chain, islice, pairwise, product
+from itertools import chain
 from math import prod
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -15,26 +14,9 @@ from torch import Tensor
 from streamload.checkpoint.dtypes import BITS, castable, narrows
 from streamload.checkpoint.spec import TensorSpec
 from streamload.errors import LoadError
+from streamload.loading.blocks import Block, Untraceable, check_count, joined, reshaped
 from streamload.loading.placement import Region, row_major
 from streamload.loading.targets import dtype_code, torch_dtype
-
-#: A tensor in more blocks than this is better computed than read in so many pieces.
-MOST_BLOCKS = 65_536
-
-
-class Untraceable(Exception):  # noqa: N818 - it is an answer, not a failure: whoever asked runs the function for real
-    """The function does more than move elements; the message names what it did."""
-
-
-class Block(NamedTuple):
-    """A region of a traced tensor, and where its elements are stored."""
-
-    region: Region
-    spec: TensorSpec
-    offset: int
-    """Elements from the first one of the stored tensor to the first one of the region."""
-    strides: tuple[int, ...]
-    """Elements between neighbours in the file; of no meaning where the region is one element wide."""
 
 
 class Moved(NamedTuple):
@@ -269,11 +251,11 @@ def _index(tensor: Traced, indices: Sequence[Tensor | None]) -> Sequence[Block]:
 def _pick(tensor: Traced, dim: int, index: Tensor) -> Sequence[Block]:
     if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
         raise Untraceable("an index that is not one list of integers")
-    _check(index.numel() * len(tensor.blocks))
+    check_count(index.numel() * len(tensor.blocks))
     dim %= tensor.ndim
     rows = [range(tensor.shape[dim])[entry] for entry in index.tolist()]  # torch checks nothing on meta
     picked = [_shifted(_cut(tensor.blocks, dim, range(row, row + 1)), dim, at) for at, row in enumerate(rows)]
-    return _joined(chain.from_iterable(picked))
+    return joined(chain.from_iterable(picked))
 
 
 def _shifted(blocks: Sequence[Block], dim: int, by: int) -> Sequence[Block]:
@@ -300,7 +282,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Traced:
         blocks += _shifted(_cast(tensor, dtype), dim, at)
         at += size
     shape[dim] = at
-    return Traced(shape, row_major(shape), dtype, _joined(blocks))
+    return Traced(shape, row_major(shape), dtype, joined(blocks))
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Traced:
@@ -313,7 +295,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Traced:
             raise Untraceable(f"stack of shapes {list(first)} and {list(tensor.shape)}")
         blocks += _with(_cast(tensor, dtype), dim, at)
     shape = (*first[:dim], len(traced), *first[dim:])
-    return Traced(shape, row_major(shape), dtype, _joined(blocks))
+    return Traced(shape, row_major(shape), dtype, joined(blocks))
 
 
 def _alike(tensors: Sequence[Tensor]) -> tuple[list[Traced], torch.dtype]:
@@ -347,156 +329,10 @@ def _cast(tensor: Traced, dtype: torch.dtype) -> Sequence[Block]:
     return tensor.blocks
 
 
-def _joined(blocks: Iterable[Block]) -> list[Block]:
-    """``blocks``, with neighbours in the list made one where they continue each other."""
-    result: list[Block] = []
-    for block in blocks:
-        one = _union(result[-1], block) if result and result[-1].spec is block.spec else None
-        if one is None:
-            result.append(block)
-        else:
-            result[-1] = one
-    return result
-
-
-def _union(first: Block, second: Block) -> Block | None:
-    """Both as one block, where ``second`` goes on where ``first`` ends."""
-    apart = [dim for dim, (own, other) in enumerate(zip(first.region, second.region, strict=True)) if own != other]
-    if len(apart) != 1:
-        return None
-    dim = apart[0]
-    (start, middle), (begin, stop) = first.region[dim], second.region[dim]
-    step, rest = divmod(second.offset - first.offset, middle - start)
-    if middle != begin or rest or step < 1:
-        return None
-    strides = (*first.strides[:dim], step, *first.strides[dim + 1 :])
-    if not (_follows(first, strides) and _follows(second, strides)):
-        return None
-    return Block((*first.region[:dim], (start, stop), *first.region[dim + 1 :]), first.spec, first.offset, strides)
-
-
-def _follows(block: Block, strides: tuple[int, ...]) -> bool:
-    """Whether ``block`` has ``strides`` wherever it is more than one element wide."""
-    sizes = [stop - start for start, stop in block.region]
-    return all(size == 1 or own == other for size, own, other in zip(sizes, block.strides, strides, strict=True))
-
-
 def _reshape(tensor: Traced, size: Sequence[int]) -> Sequence[Block]:
     known = -prod(size) if -1 in size else 0
     shape = [tensor.numel() // known if length == -1 and known else length for length in size]
-    return _joined(_reshaped(tensor.blocks, tuple(tensor.shape), shape)) if tensor.blocks else ()
-
-
-def _reshaped(blocks: Sequence[Block], old: Sequence[int], new: Sequence[int]) -> Sequence[Block]:
-    """``blocks`` of a tensor of shape ``old``, for the same elements in shape ``new``.
-
-    By way of a shape that is finer than both: dimensions are cut first, and then put together. Where sizes do not divide each
-    other, there is no such shape, and the way leads over dimensions that are put together first.
-    """
-    marks = sorted(_marks(old) | _marks(new))
-    if any(high % low for low, high in pairwise(marks)):
-        common = sorted(_marks(old) & _marks(new), reverse=True)
-        coarse = [high // low for high, low in pairwise(common)]
-        return _reshaped(_reshaped(blocks, old, coarse), coarse, new)
-    cuts, joins = _fine(old, marks), _fine(new, marks)
-    return _limited(whole for block in blocks for part in _pieces(block, cuts) for whole in _wholes(part, joins))
-
-
-def _marks(shape: Sequence[int]) -> set[int]:
-    """How many elements lie within an index of each dimension, and in the whole."""
-    return set(accumulate(reversed(shape), mul, initial=1))
-
-
-def _fine(shape: Sequence[int], marks: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each dimension of ``shape``, the sizes that ``marks`` cut it into; none for a size of 1."""
-    sizes = []
-    for size, within in zip(shape, row_major(shape), strict=True):
-        inner = [mark for mark in marks if within <= mark <= within * size]
-        sizes.append(tuple([high // low for low, high in pairwise(inner)][::-1]))
-    return sizes
-
-
-class _Part(NamedTuple):
-    """Some of a block in other dimensions."""
-
-    region: Region
-    offset: int
-    """Elements after the first one of the block."""
-    strides: tuple[int, ...]
-
-
-def _pieces(block: Block, cuts: Sequence[tuple[int, ...]]) -> Iterator[Block]:
-    """``block`` with each dimension cut into the sizes that ``cuts`` has for it."""
-    return _combined(block, [_split_dim(*each) for each in zip(block.region, block.strides, cuts, strict=True)])
-
-
-def _wholes(block: Block, joins: Sequence[tuple[int, ...]]) -> Iterator[Block]:
-    """``block`` with dimensions put together, as many at a time as each of ``joins`` has sizes."""
-    parts, at = [], 0
-    for sizes in joins:
-        to = at + len(sizes)
-        parts.append(_join_dims(block.region[at:to], block.strides[at:to], sizes))
-        at = to
-    return _combined(block, parts)
-
-
-def _combined(block: Block, parts: Sequence[Sequence[_Part]]) -> Iterator[Block]:
-    """Every combination of ``parts``, which are of different dimensions."""
-    _check(prod(map(len, parts)))
-    for chosen in product(*parts):
-        region = tuple([each for part in chosen for each in part.region])
-        strides = tuple([stride for part in chosen for stride in part.strides])
-        yield Block(region, block.spec, block.offset + sum([part.offset for part in chosen]), strides)
-
-
-def _split_dim(interval: tuple[int, int], stride: int, sizes: Sequence[int]) -> list[_Part]:
-    """``interval`` of one dimension that becomes several of ``sizes``: whole rows together, what is left by itself."""
-    if not sizes:
-        return [_Part((), 0, ())]
-    if len(sizes) == 1:
-        return [_Part((interval,), 0, (stride,))]
-    (start, stop), inner = interval, prod(sizes[1:])
-    parts, at = [], start
-    while at < stop:
-        row, column = divmod(at, inner)
-        rows = 1 if column else max(1, (stop - at) // inner)
-        end = min(stop, (row + rows) * inner)
-        below = (column, column + end - at) if rows == 1 else (0, inner)
-        for region, offset, strides in _split_dim(below, stride, sizes[1:]):
-            lies = (at - start) * stride + offset
-            parts.append(_Part(((row, row + rows), *region), lies, (inner * stride, *strides)))
-        at = end
-    return parts
-
-
-def _join_dims(region: Region, strides: Sequence[int], sizes: Sequence[int]) -> list[_Part]:
-    """``region`` of several dimensions that become one: row by row where they do not lie evenly in the file."""
-    if not sizes:
-        return [_Part(((0, 1),), 0, (1,))]
-    if len(sizes) == 1:
-        return [_Part(region, 0, (strides[0],))]
-    (start, stop), stride, inner = region[0], strides[0], prod(sizes[1:])
-    below = _join_dims(region[1:], strides[1:], sizes[1:])
-    (lies,), _, step = below[0].region, below[0].offset, below[0].strides
-    if lies == (0, inner) and (stop - start == 1 or stride == inner * step[0]):
-        return [_Part(((start * inner, stop * inner),), 0, step)]
-    _check((stop - start) * len(below))
-    return [
-        _Part(((row * inner + low, row * inner + high),), (row - start) * stride + offset, step)
-        for row in range(start, stop)
-        for ((low, high),), offset, step in below
-    ]
-
-
-def _limited(blocks: Iterator[Block]) -> list[Block]:
-    kept = list(islice(blocks, MOST_BLOCKS + 1))
-    _check(len(kept))
-    return kept
-
-
-def _check(count: int) -> None:
-    if count > MOST_BLOCKS:
-        raise Untraceable(f"the elements lie in more than {MOST_BLOCKS:,} blocks")
+    return joined(reshaped(tensor.blocks, tuple(tensor.shape), shape)) if tensor.blocks else ()
 
 
 _aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -156,11 +156,15 @@ class _Literals:
 
 
 class _StackedRules:
+    """Found by their rarest component: rules that name every layer all begin alike."""
+
     def __init__(self, rules: Sequence[Stacked]) -> None:
-        self._by_part: dict[str, list[Stacked]] = defaultdict(list)
+        common = Counter(part for rule in rules for part in rule.parts)
+        self._by_part: dict[str, list[tuple[Stacked, int]]] = defaultdict(list)
         for rule in rules:
-            self._by_part[rule.parts[0]].append(rule)
-        self._wild = "*" in self._by_part
+            anchors = [at for at, part in enumerate(rule.parts) if part != "*"]
+            anchor = min(anchors, key=lambda at: common[rule.parts[at]])
+            self._by_part[rule.parts[anchor]].append((rule, anchor))
 
     def hits(self, name: str, run: _Run, *, loose: bool) -> Iterator[tuple[Stacked, int]]:
         """Rules that match ``name`` and where, the most specific first; at each rule's first place only.
@@ -168,30 +172,31 @@ class _StackedRules:
         ``loose`` also lets a rule's last component match before an underscore.
         """
         parts = name.split(".")
-        if not loose and not self._wild and self._by_part.keys().isdisjoint(parts):
-            return
         found: dict[int, tuple[tuple[bool, int, int, int, int], Stacked, int]] = {}
-        for at in range(len(parts)):
-            for rule in self._starting(parts[at], loose):
+        for place, part in enumerate(parts):
+            for rule, anchor in self._at(part, loose):
+                at = place - anchor
+                if at < 0 or rule.number in found:
+                    continue
                 exact = tuple(parts[at : at + len(rule.parts)])
-                if rule.number in found or not _matches(rule.parts, exact, loose):
+                if not _matches(rule.parts, exact, loose):
                     continue
                 if _is_own_output(rule, parts, at) and ("stacked", rule.number) not in run.free:
                     run.hold("stacked", rule, name)
                     continue
                 whole = _matches(rule.parts, exact, loose=False)
-                rank = (whole, len(rule.parts), len(rule.old), at, rule.number)
-                found[rule.number] = (rank, rule, at)
+                found[rule.number] = ((whole, len(rule.parts), len(rule.old), at, rule.number), rule, at)
         for _, rule, at in sorted(found.values(), key=lambda hit: hit[0], reverse=True):
             yield rule, at
 
-    def _starting(self, part: str, loose: bool) -> list[Stacked]:
+    def _at(self, part: str, loose: bool) -> list[tuple[Stacked, int]]:
+        """Rules that ``part`` can belong to, and as their which component."""
         rules = self._by_part.get(part, [])
-        if part.isdigit() and "*" in self._by_part:
-            rules = rules + self._by_part["*"]
         if loose and "_" in part:
-            ends = [at for at, letter in enumerate(part) if letter == "_" and at]
-            rules = rules + [rule for at in ends for rule in self._by_part.get(part[:at], []) if len(rule.parts) == 1]
+            for at, letter in enumerate(part):
+                if letter == "_" and part[:at] in self._by_part:
+                    last = [each for each in self._by_part[part[:at]] if each[1] == len(each[0].parts) - 1]
+                    rules = rules + last
         return rules
 
 

@@ -124,8 +124,9 @@ def _homeless(name: str, mapped: Mapped, steps: Sequence[Step], home: set[str]) 
 def _against_packed(mapper: WeightsMapper, module: Any) -> Iterator[Finding]:
     """Compare the stacked rules with what the module's class says it packs."""
     packed: Any = getattr(module, "packed_modules_mapping", None)
-    if not isinstance(packed, Mapping):
+    if not isinstance(packed, Mapping) or not mapper.stacked_rules:
         return
+    packed = {fused.rpartition(".")[2]: parts for fused, parts in packed.items()}
     by_target: dict[str, set[str]] = defaultdict(set)
     for rule in mapper.stacked_rules:
         by_target[_leaf(rule.target)].add(_leaf(rule.parts))

@@ -92,7 +92,9 @@ class Pattern(NamedTuple):
             pattern = re.compile(old) if isinstance(old, str) else old
             if new is None:
                 return cls(number, pattern, None, None)
-            pattern.sub(new, "")  # which reads the replacement, also where nothing matches
+            pattern.sub(new, "")  # which reads the replacement; another library's may do that at the first match only
+            if wrong := [number for number in re.findall(r"\\(\d+)", new) if int(number) > pattern.groups]:
+                raise IndexError(f"it has {pattern.groups} groups, no number {wrong[0]}")
         except Exception as error:  # each regex library raises its own
             raise MappingError(f"regex rule {text_of(old)!r} -> {new!r}: {error}") from error
         literals = re.split(r"\\(?:\d+|g<\w+>)", new)
@@ -201,6 +203,8 @@ def check_shard(old: str, new: object, shard: object) -> None:
             f"stacked rule {old!r}: expected (name of the fused parameter, part), found {(new, shard)!r:.100}; a part is a "
             'str, an int, a tuple of neighbouring parts, or a list of parts (None only where "*" numbers experts)'
         )
+    if set(old.strip(".").split(".")) == {"*"}:
+        raise MappingError(f'stacked rule {old!r}: "*" alone would hit every number; name the components around it')
     if "*" in old.split(".") and not (shard is None or isinstance(shard, simple)):
         raise MappingError(f"stacked rule {old!r}: an expert's part is a str, an int or None, found {shard!r:.100}")
 

@@ -6,7 +6,7 @@ import transformers as hf
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from streamload import BudgetError, Checkpoint, load, plan
+from streamload import BudgetError, Checkpoint, LoadError, load, plan
 from streamload.integrations.transformers import build_model
 
 TEXT = {
@@ -129,7 +129,7 @@ def test_a_base_model_from_a_checkpoint_with_a_head(tmp_path, stored, loaded):
     for key, value in model.state_dict().items():
         assert torch.equal(value, original.model.state_dict()[key]), key
     assert "prefix 'model.' taken off" in "".join(report.notes)
-    heads = {"lm_head.weight": "head that the base model has not"} if stored == "Llama" else {}
+    heads = {"lm_head.weight": "outside 'model.': a head, which the base model has not"} if stored == "Llama" else {}
     assert report.dropped == heads
 
 
@@ -206,5 +206,43 @@ def test_what_is_no_rectangle_is_computed_and_noted(tmp_path, adding):
     assert torch.equal(model.pooler.dense.weight, stored + 1)
     assert torch.equal(model.embeddings.word_embeddings.weight, tensors["embeddings.word_embeddings.weight"])
     assert any("pooler.dense.weight (AddOne of transformers): computed" in note for note in report.notes)
+    assert report.bytes_wanted == Checkpoint.open(path).nbytes
     with pytest.raises(BudgetError, match=r"pooler.dense.weight .* give memory_limit at least"):
         load(model, path, memory_limit=1_120_000)
+
+
+def test_a_computation_runs_in_the_dtype_of_its_parameter_and_tells_its_progress(tmp_path, adding):
+    from streamload.testing import write_safetensors
+
+    tensors = {name: value.bfloat16() for name, value in hf.BertModel(AddsOneConfig(**ENCODER)).state_dict().items()}
+    stored = tensors.pop("pooler.dense.weight").clone()
+    path = write_safetensors(tmp_path / "m.safetensors", tensors | {"pooler.dense.stored": stored})
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    seen = []
+    load(model, path, progress=seen.append)
+    assert torch.equal(model.pooler.dense.weight, stored.float() + 1)
+    assert not torch.equal(model.pooler.dense.weight, (stored + 1).float())
+    assert seen[-1].tensor == "pooler.dense.stored"
+    assert seen[-1].bytes_done == seen[-1].bytes_total == Checkpoint.open(path).nbytes
+    assert seen[-1].tensors_done == seen[-1].tensors_total == len(tensors) + 1
+
+
+class MakesTwo(AddOne):
+    """Says one name on meta and another when it computes."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        [[tensor]] = input_dict.values()
+        name = target_patterns[0] if tensor.is_meta else "pooler.dense.other"
+        return {name: tensor + 1}
+
+
+def test_a_computation_that_makes_something_else_is_an_error(tmp_path):
+    from streamload.testing import write_safetensors
+
+    rule = WeightConverter("pooler.dense.stored", "pooler.dense.weight", operations=[MakesTwo()])
+    register_checkpoint_conversion_mapping("AddsOne", [rule], overwrite=True)
+    tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
+    tensors["pooler.dense.stored"] = tensors.pop("pooler.dense.weight")
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    with pytest.raises(LoadError, match=r"expected to make .*pooler.dense.weight.*but it made .*pooler.dense.other"):
+        load(AddsOne(AddsOneConfig(**ENCODER)), path)

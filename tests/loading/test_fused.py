@@ -234,3 +234,29 @@ def test_forecast_counts_a_fused_parameter_once(tmp_path):
     assert made.forecast.params_bytes == 16 * 8 * 4
     assert made.bytes_to_read == 16 * 8 * 4
     assert [placement.target_region[0] for placement in made.placements] == [(0, 8), (8, 12), (12, 16)]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_not_strict_keeps_what_is_real_and_leaves_on_meta_what_would_be_raw_memory(tmp_path, dtype):
+    tensors = {name: tensor for name, tensor in grouped_query().items() if "k_proj" not in name}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    model = module_of({"a.qkv_proj.weight": torch.full((16, 8), 5.0)})
+    load(model, path, mapper=MAPPER, strict=False, dtype=dtype)
+    weight = model.a.qkv_proj.weight
+    assert torch.equal(weight[:8], rows(8, 1).to(weight.dtype))
+    assert (weight[8:12] == 5.0).all()
+    bare = module_of({"a.qkv_proj.weight": torch.empty(16, 8, device="meta")})
+    missing, _ = load(bare, path, mapper=MAPPER, strict=False)
+    assert missing == ["a.qkv_proj.weight"]
+    assert bare.a.qkv_proj.weight.is_meta
+
+
+def test_progress_of_a_load_that_unties(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {"a": rows(2, 1), "b": rows(2, 2)})
+    model = nn.Module()
+    model.a = model.b = nn.Parameter(torch.zeros(2, 8))
+    seen = []
+    load(model, path, untie=True, progress=seen.append)
+    assert torch.equal(model.b, rows(2, 2))
+    assert seen[-1].tensor == "b"
+    assert seen[-1].bytes_done == seen[-1].bytes_total

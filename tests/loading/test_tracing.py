@@ -14,9 +14,10 @@ from torch import nn
 from transformers import core_model_loading as hf
 
 from streamload.checkpoint import TensorSpec
+from streamload.loading.blocks import MOST_BLOCKS, Untraceable
 from streamload.loading.placement import pieces
 from streamload.loading.targets import dtype_code, torch_dtype
-from streamload.loading.tracing import MOST_BLOCKS, Moved, Traced, Untraceable, trace
+from streamload.loading.tracing import Moved, Traced, trace
 from streamload.testing import tensor_bytes
 
 GAP = 48

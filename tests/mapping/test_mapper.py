@@ -53,6 +53,8 @@ def test_patterns_of_the_regex_package_are_kept_as_they_are():
     rules = {regex.compile(r"^bert\.(.+)"): r"model.\1"}
     mapper = WeightsMapper(orig_to_new_regex=rules)
     assert mapper("bert.w") == "model.w"
+    with pytest.raises(MappingError, match="it has 0 groups, no number 2"):
+        WeightsMapper(orig_to_new_regex={regex.compile("a"): r"\2"})
     assert (mapper | WeightsMapper(orig_to_new_regex={r"^bert\.(.+)": r"model.\1"}))("bert.w") == "model.w"
 
 
@@ -93,6 +95,19 @@ def test_the_most_specific_stacked_rule_fires_and_only_it():
     )
     assert mapper.map("x.shared.up.b.w") == ("x.shared.merged.b.w", "u")
     assert mapper.map("x.up.w") == ("x.gate_up.w", 1)
+
+
+def test_rules_that_name_every_layer():
+    rules = {
+        f"model.layers.{n}.attn.{p}_proj": (f"model.layers.{n}.attn.qkv_proj", p) for n in range(40) for p in "qkv"
+    }
+    mapper = WeightsMapper(orig_to_new_stacked=rules)
+    for n in range(40):
+        assert mapper.map(f"model.layers.{n}.attn.k_proj.weight") == (f"model.layers.{n}.attn.qkv_proj.weight", "k")
+        assert mapper.map(f"model.layers.{n}.attn.o_proj.weight") == (f"model.layers.{n}.attn.o_proj.weight", None)
+    assert mapper.map("model.layers.40.attn.k_proj.weight") == ("model.layers.40.attn.k_proj.weight", None)
+    tried = mapper._engine._stacked._at("model", False)
+    assert tried == []  # 120 rules have it, so none is looked for by it
 
 
 def test_a_stacked_rule_whose_target_the_module_lacks_leaves_the_name():
@@ -230,6 +245,7 @@ def test_a_table_in_which_two_names_become_one_is_refused():
         {"orig_to_new_stacked": {"a": ("b", True)}},
         {"orig_to_new_stacked": {"a": ("b", ())}},
         {"orig_to_new_stacked": {"a.*": ("b", (0, 1))}},
+        {"orig_to_new_stacked": {"*": ("b", None)}},
         {"orig_to_new_renaming": ["x"]},
         {"split": {"a": ("b",)}},
         {"split": {"a": "bc"}},

@@ -15,7 +15,7 @@ class Operation(NamedTuple):
 
     title: str
     sources: Mapping[str, TensorSpec]
-    targets: tuple[str, ...]
-    """The parameters that it fills."""
+    targets: Mapping[str, tuple[int, ...]]
+    """The parameters that it fills, and the shapes that it makes."""
     run: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """From the stored tensors by name to the values by parameter."""
