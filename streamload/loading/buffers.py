@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from streamload.errors import LoadError
 from streamload.loading.skeleton import skeleton
+from streamload.loading.targets import own_attributes
 
 
 class Spoiled(NamedTuple):
@@ -73,9 +74,13 @@ def restore_buffers(model: nn.Module, factory: Callable[[], nn.Module]) -> list[
     return [Spoiled(slot.name, slot.kind, why) for slot, _, why in found]
 
 
-def stranded_attributes(module: nn.Module) -> list[str]:
-    """Plain tensor attributes that are on the meta device, where nobody will ever compute them."""
-    return [slot.name for slot in _slots(module, buffers=False) if slot.tensor.is_meta]
+def stranded_attributes(owners: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Plain tensor attributes that are on the meta device, where nobody will ever compute them.
+
+    ``owners``: modules with their dotted prefixes; those below them are not looked at.
+    """
+    slots = (slot for dotted, owner in owners for slot in _attributes(dotted, owner))
+    return [slot.name for slot in slots if slot.tensor.is_meta]
 
 
 def _compare(model: nn.Module, factory: Callable[[], nn.Module]) -> list[tuple[_Slot, Tensor | None, str]]:
@@ -147,21 +152,23 @@ def _put_right(old: Tensor, right: Tensor, device: torch.device) -> Tensor:
     return old
 
 
-def _slots(module: nn.Module, *, buffers: bool = True) -> list[_Slot]:
+def _slots(module: nn.Module) -> list[_Slot]:
     """Every place in ``module`` and below that holds a tensor which no checkpoint stores."""
     slots = []
     for path, owner in module.named_modules():
         dotted = f"{path}." if path else ""
-        if buffers:
-            slots += [
-                _Slot(dotted + key, "buffer", owner._buffers, key)
-                for key in owner._non_persistent_buffers_set
-                if isinstance(owner._buffers.get(key), Tensor)
-            ]
-        for key, value in owner.__dict__.items():
-            if isinstance(value, (Tensor, list, dict)) and not key.startswith(("_parameters", "_buffers", "_modules")):
-                slots += _inside(dotted + key, value, owner.__dict__, key)
+        slots += [
+            _Slot(dotted + key, "buffer", owner._buffers, key)
+            for key in owner._non_persistent_buffers_set
+            if isinstance(owner._buffers.get(key), Tensor)
+        ]
+        slots += _attributes(dotted, owner)
     return slots
+
+
+def _attributes(dotted: str, owner: nn.Module) -> Iterator[_Slot]:
+    for key in own_attributes(owner):
+        yield from _inside(dotted + key, owner.__dict__[key], owner.__dict__, key)
 
 
 def _inside(name: str, value: Any, holder: Any, key: Any) -> Iterator[_Slot]:

@@ -309,7 +309,7 @@ def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: 
             "  ignore_missing and ignore_unexpected let names pass; strict=False loads what fits",
             report=report,
         )
-    if adrift := stranded_attributes(model):
+    if adrift := stranded_attributes(targets.holders):
         raise LoadError(
             f"{len(adrift)} tensor attributes of {type(model).__name__} are on the meta device, and loading does not fill them: "
             f"{summarise(adrift)}; compute them after loading, or make them buffers (streamload.restore_buffers puts right "

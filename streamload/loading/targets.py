@@ -23,6 +23,8 @@ _COMPLEX = frozenset({"C64", "C128"})
 #: Modules lie no deeper than this unless one contains itself.
 _DEEPEST = 500
 
+_BARE = frozenset(nn.Module().__dict__)
+
 #: Where classes written for vLLM keep their mapper.
 MAPPER = "hf_to_vllm_mapper"
 
@@ -66,6 +68,8 @@ class Targets:
     """Modules below it that an earlier load left unfinished, with their dotted prefixes."""
     mappers: list[tuple[str, Any]] = field(default_factory=list)
     """Mappers of the modules below it (``hf_to_vllm_mapper``), with their dotted prefixes."""
+    holders: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """Modules with attributes of their own, with their dotted prefixes."""
     touched: bool = False
     """Whether carrying out the load has begun to change them."""
 
@@ -128,6 +132,8 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     add = _adder(targets, dtype)
     with_mapper: dict[type, bool] = {}
     for dotted, owner in _owners(module):
+        if own_attributes(owner):
+            targets.holders.append((dotted, owner))
         if MARK in owner.__dict__:
             targets.marked.append((dotted, owner))
         if (kind := type(owner)) not in with_mapper:
@@ -148,6 +154,11 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
                     targets.stranded.append(dotted + key)
     targets.recomputed = frozenset(recomputed)
     return targets
+
+
+def own_attributes(module: nn.Module) -> list[str]:
+    """The attributes that a bare module does not have, parameters, buffers and children aside."""
+    return [key for key in module.__dict__ if key not in _BARE]
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
