@@ -100,8 +100,17 @@ class Fused:
         for rule in self._rules:
             if part in _parts(rule.shard) or (part is None and rule.shard is None):
                 own = [str(number) if each == "*" else each for each in rule.parts]
-                names.append(_replaced(self.target.name, rule.target, own))
+                names.append(self._spelled(own) or _replaced(self.target.name, rule.target, own))
         return names
+
+    def _spelled(self, parts: Sequence[str]) -> str:
+        """The stored name with ``parts``, spelled as that of a part which has arrived."""
+        for arrival in self.arrivals[:1]:
+            for rule in self._rules:
+                own = [str(arrival.number) if each == "*" else each for each in rule.parts]
+                if (name := _replaced(arrival.spec.name, own, parts)) != arrival.spec.name:
+                    return name
+        return ""
 
     def _axis(self, arrival: _Arrival) -> int | None:
         """The dimension along which the parts lie; ``None`` when the shape cannot be a part's."""
@@ -249,7 +258,7 @@ def _parts(shard: ShardId | None) -> tuple[Part, ...]:
 
 
 def _place(name: str, number: int | None, part: Part | None) -> str:
-    return f"{name!r}, {_title(number, part)}" if (number, part) != (None, None) else repr(name)
+    return f"part {_title(number, part)} of {name!r}" if (number, part) != (None, None) else repr(name)
 
 
 def _title(number: int | None, part: Part | None) -> str:

@@ -179,6 +179,13 @@ def test_missing_parts_are_named_with_what_would_fill_them(tmp_path, gone, messa
     assert torch.isnan(model.a.qkv_proj.weight).all()
 
 
+def test_missing_parts_are_spelled_as_the_checkpoint_spells_its_names(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {"model.x.q_proj.weight": rows(8, 1)})
+    mapper = WeightsMapper(orig_to_new_prefix={"model.x.": "a."}, orig_to_new_stacked=QKV)
+    made = plan(empty({"a.qkv_proj.weight": (16, 8)}), path, mapper=mapper)
+    assert made.incomplete[0].wanted == ["model.x.k_proj.weight", "model.x.v_proj.weight"]
+
+
 def test_not_strict_loads_the_parts_whose_place_is_known(tmp_path):
     tensors = {name: tensor for name, tensor in grouped_query().items() if "k_proj" not in name}
     path = write_safetensors(tmp_path / "m.safetensors", tensors)
@@ -213,7 +220,7 @@ def test_a_part_that_comes_twice(tmp_path):
     path = write_safetensors(tmp_path / "m.safetensors", grouped_query() | {"b.k_proj.weight": rows(4, 9)})
     mapper = WeightsMapper(orig_to_new_prefix={"b.": "a."}, orig_to_new_stacked=QKV)
     with pytest.raises(
-        MappingError, match=r"'a.k_proj.weight' and 'b.k_proj.weight' both map to 'a.qkv_proj.weight', k"
+        MappingError, match=r"'a.k_proj.weight' and 'b.k_proj.weight' both map to part k of 'a.qkv_proj.weight'"
     ):
         load(empty({"a.qkv_proj.weight": (16, 8)}), path, mapper=mapper)
 
