@@ -59,6 +59,8 @@ class Fused:
     def misfit(self) -> tuple[str, str] | None:
         """What was expected and what was found, when the sizes of what has arrived cannot be right."""
         shape = self.target.shape[1:] if self._experts else self.target.shape
+        if self._experts and not self.target.shape:
+            return "a number for each expert", "a parameter that is a single number"
         if (
             outside := [
                 each for each in self.arrivals if each.number is not None and each.number >= self.target.shape[0]
@@ -91,7 +93,7 @@ class Fused:
         )
 
     def _expected(self) -> list[tuple[int | None, Part | None]]:
-        numbers: Iterable[int | None] = range(self.target.shape[0]) if self._experts else [None]
+        numbers: Iterable[int | None] = range(*self.target.shape[:1] or [0]) if self._experts else [None]
         parts: Sequence[Part | None] = self._order or [None]
         return [(number, part) for number in numbers for part in parts]
 

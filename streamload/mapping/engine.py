@@ -204,11 +204,11 @@ def _matches(parts: tuple[str, ...], found: tuple[str, ...], loose: bool) -> boo
     if len(parts) != len(found):
         return False
     if not all(
-        part == other or (part == "*" and other.isdigit()) for part, other in zip(parts[:-1], found[:-1], strict=True)
+        part == other or (part == "*" and other.isdecimal()) for part, other in zip(parts[:-1], found[:-1], strict=True)
     ):
         return False
     last, other = parts[-1], found[-1]
-    return last == other or (last == "*" and other.isdigit()) or (loose and other.startswith(f"{last}_"))
+    return last == other or (last == "*" and other.isdecimal()) or (loose and other.startswith(f"{last}_"))
 
 
 def _is_own_output(rule: Stacked, parts: list[str], at: int) -> bool:

@@ -120,6 +120,18 @@ def test_experts_stacked_on_a_new_dimension(tmp_path):
         load(model, path, mapper=mapper)
 
 
+def test_experts_that_do_not_fit_are_told(tmp_path):
+    mapper = WeightsMapper(orig_to_new_stacked={"e.*.w": ("e.w", None)})
+    path = write_safetensors(tmp_path / "m.safetensors", {f"e.{number}.w": rows(4, number) for number in range(3)})
+    with pytest.raises(LoadError, match=r"e.w: expected 2 experts, found number 2 \(e.2.w\)"):
+        load(empty({"e.w": (2, 4, 8)}), path, mapper=mapper)
+    with pytest.raises(LoadError, match="found a parameter that is a single number"):
+        load(empty({"e.w": ()}), path, mapper=mapper)
+    path = write_safetensors(tmp_path / "m.safetensors", {"e.².w": rows(4, 1)})
+    with pytest.raises(LoadError, match=r"1 unexpected: e.².w"):
+        load(empty({"e.w": (2, 4, 8)}), path, mapper=mapper)
+
+
 def test_a_fused_tensor_on_disk_is_spread_over_several_parameters(tmp_path):
     mapper = WeightsMapper(split={"qkv_proj": ("q_proj", "k_proj", "v_proj")})
     path = write_safetensors(
