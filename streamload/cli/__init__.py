@@ -13,7 +13,7 @@ import click
 from streamload import __version__
 from streamload.errors import LoadError, StreamloadError
 
-_COMMANDS = ("inspect", "plan", "load", "embed")
+_COMMANDS = ("inspect", "plan", "load", "explain", "embed")
 
 
 class _Commands(click.Group):
