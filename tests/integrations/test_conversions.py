@@ -8,76 +8,10 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from streamload import BudgetError, Checkpoint, LoadError, load, plan
 from streamload.integrations.transformers import build_model
+from tests.integrations.architectures import Sizes, architectures
 
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-NO_HEAD = {key: value for key, value in TEXT.items() if key != "head_dim"}
-ENCODER = {key: value for key, value in NO_HEAD.items() if key != "num_key_value_heads"}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-def minicpm():
-    text = {**TEXT, "layer_types": ["linear_attention", "full_attention"], "model_type": "qwen3_5_text"}
-    text |= {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    vision = {**VISION, "patch_size": 7, "insert_layer_id": 0, "model_type": "minicpmv4_6_vision"}
-    return hf.MiniCPMV4_6Config(text_config=text, vision_config=vision, insert_layer_id=0, image_size=28, patch_size=7)
-
-
-def gpt2():
-    return hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-
-
-MODELS = {
-    "Llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**TEXT)),
-    "Qwen3": (hf.Qwen3ForCausalLM, lambda: hf.Qwen3Config(**TEXT)),
-    "Qwen3-MoE": (
-        hf.Qwen3MoeForCausalLM,
-        lambda: hf.Qwen3MoeConfig(**TEXT, moe_intermediate_size=16, num_experts=12, num_experts_per_tok=2),
-    ),
-    "Mixtral": (hf.MixtralForCausalLM, lambda: hf.MixtralConfig(**TEXT, num_local_experts=11, num_experts_per_tok=2)),
-    "Gemma3 text": (hf.Gemma3TextModel, lambda: hf.Gemma3TextConfig(**TEXT)),
-    "Gemma3 causal": (hf.Gemma3ForCausalLM, lambda: hf.Gemma3TextConfig(**TEXT)),
-    "Gemma3 multimodal": (
-        hf.Gemma3ForConditionalGeneration,
-        lambda: hf.Gemma3Config(
-            text_config=hf.Gemma3TextConfig(**TEXT),
-            vision_config=hf.SiglipVisionConfig(**VISION),
-            mm_tokens_per_image=4,
-        ),
-    ),
-    "Llava": (
-        hf.LlavaForConditionalGeneration,
-        lambda: hf.LlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION)),
-    ),
-    "Cohere": (hf.CohereForCausalLM, lambda: hf.CohereConfig(**NO_HEAD)),
-    "GPT-2": (hf.GPT2LMHeadModel, gpt2),
-    "BERT": (hf.BertModel, lambda: hf.BertConfig(**ENCODER)),
-    "ModernBERT": (hf.ModernBertModel, lambda: hf.ModernBertConfig(**ENCODER, cls_token_id=1, sep_token_id=2)),
-    "MiniCPM-V 4.6": (hf.MiniCPMV4_6ForConditionalGeneration, minicpm),
-}
+SMALL = Sizes()
+TEXT, ENCODER, MODELS = SMALL.text, SMALL.encoder, architectures(SMALL)
 
 
 def saved(cls, config, folder, dtype=None):
