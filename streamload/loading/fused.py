@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from streamload.checkpoint import TensorSpec
@@ -12,11 +12,7 @@ from streamload.errors import MappingError
 from streamload.loading.keys import Incomplete
 from streamload.loading.placement import Placement, Region
 from streamload.loading.targets import Target
-from streamload.mapping.rules import Expert, ShardId, Stacked
-
-Part = str | int
-
-_USUAL: tuple[Part, ...] = ("q", "k", "v")
+from streamload.mapping.rules import Expert, Part, ShardId, Stacked, order_of_parts
 
 
 class _Arrival(NamedTuple):
@@ -32,7 +28,7 @@ class Fused:
     def __init__(self, target: Target, rules: Sequence[Stacked], sizes: Sequence[int] | None) -> None:
         self.target = target
         self._rules = [rule for rule in rules if _made_by(rule, target.name)]
-        self._order = _in_order(part for rule in self._rules for part in _parts(rule.shard))
+        self._order = _in_order(target.name, [part for rule in self._rules for part in rule.own_parts])
         self._sizes = dict(zip(self._order, sizes, strict=False)) if sizes and len(sizes) == len(self._order) else {}
         self._experts = any(rule.many_experts for rule in self._rules)
         self._arrived: dict[tuple[int | None, Part | None], _Arrival] = {}
@@ -69,11 +65,37 @@ class Fused:
             return f"{self.target.shape[0]} experts", f"number {outside[0].number} ({outside[0].spec.name})"
         for arrival in self.arrivals:
             if self._axis(arrival) is None:
-                return f"a part of shape {list(shape)}", f"{arrival.spec.name} of shape {list(arrival.spec.shape)}"
+                return _any_part_of(shape, arrival), f"{arrival.spec.name} of shape {list(arrival.spec.shape)}"
         for number in self._of:
             if (wrong := self._wrong_sum(number, shape)) is not None:
                 return wrong
+        return self._cut_otherwise()
+
+    def _cut_otherwise(self) -> tuple[str, str] | None:
+        """The first expert whose parts are not as long as those of the one before it."""
+        cuts = [(number, cut) for number in self._of if (cut := self.partition(number))]
+        for (one, first), (other, second) in pairwise(cuts):
+            if first != second:
+                names = ", ".join(each.spec.name for each in self._of[other])
+                return f"parts cut as those of expert {one} ({show(first)})", f"{show(second)} ({names})"
         return None
+
+    @property
+    def told(self) -> bool:
+        """Whether the module told the sizes of the parts."""
+        return bool(self._sizes)
+
+    def partition(self, number: int | None = None) -> dict[tuple[Part, ...], int]:
+        """The length of every part along the dimension in which they lie, in order; empty when some have not arrived."""
+        arrivals = [each for each in self._of.get(number, ()) if each.parts]
+        if {part for each in arrivals for part in each.parts} != set(self._order):
+            return {}
+        arrivals.sort(key=lambda each: self._order.index(each.parts[0]))
+        axes = [self._axis(each) or 0 for each in arrivals]
+        return {
+            each.parts: each.spec.shape[axis] if each.spec.shape else 1
+            for each, axis in zip(arrivals, axes, strict=True)
+        }
 
     def placements(self) -> list[Placement]:
         """A placement for everything whose place is known."""
@@ -100,7 +122,7 @@ class Fused:
     def _sources(self, number: int | None, part: Part | None) -> list[str]:
         names = []
         for rule in self._rules:
-            if part in _parts(rule.shard) or (part is None and rule.shard is None):
+            if part in rule.own_parts or (part is None and rule.shard is None):
                 own = [str(number) if each == "*" else each for each in rule.parts]
                 names.append(self._spelled(own) or _replaced(self.target.name, rule.target, own))
         return names
@@ -243,20 +265,26 @@ def _replaced(name: str, old: Sequence[str], new: Sequence[str]) -> str:
     return name
 
 
-def _in_order(parts: Iterable[Part]) -> list[Part]:
-    """The parts in the order in which they lie: q, k, v; numbers ascending; else as the rules list them."""
-    found = list(dict.fromkeys(parts))
-    if all(part in _USUAL for part in found):
-        return [part for part in _USUAL if part in found]
-    if all(isinstance(part, int) for part in found):
-        return sorted(found, key=int)
+def _in_order(name: str, parts: Iterable[Part]) -> list[Part]:
+    """The parts of ``name`` in the order in which they lie. Raises MappingError when that is not known."""
+    found, why = order_of_parts(parts)
+    if why:
+        raise MappingError(
+            f"the stacked rules fill {name!r} with parts {', '.join(map(repr, found))}, so their order is not known: {why}"
+        )
     return found
 
 
-def _parts(shard: ShardId | None) -> tuple[Part, ...]:
-    if isinstance(shard, (tuple, list)) and not isinstance(shard, Expert):
-        return tuple(shard)
-    return () if shard is None or isinstance(shard, Expert) else (shard,)
+def _any_part_of(shape: Sequence[int], arrival: _Arrival) -> str:
+    """What shape ``arrival`` may have: a part may be of any length along one dimension, mostly the first."""
+    if not arrival.parts or not shape:
+        return f"shape {list(shape)}"
+    return f"a part of shape [{', '.join(['*', *map(str, shape[1:])])}]"
+
+
+def show(partition: Mapping[tuple[Part, ...], int]) -> str:
+    """``q 4 + k 2 + v 2``."""
+    return " + ".join(f"{'/'.join(map(str, parts))} {size}" for parts, size in partition.items())
 
 
 def _place(name: str, number: int | None, part: Part | None) -> str:

@@ -13,6 +13,7 @@ from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Cast, Incomplete, Keys, Mismatch
 from streamload.loading.naming import Route, Router
 from streamload.loading.operation import Operation
+from streamload.loading.partitions import cut_otherwise, notes_on_sizes
 from streamload.loading.placement import Placement, row_major
 from streamload.loading.targets import Target, Targets
 from streamload.loading.tracing import Moved
@@ -168,8 +169,10 @@ class Matched:
         for name, (spec, place) in self._cuts.items():
             if (placement := self._cut(name, spec, place)) is not None:
                 found[name] = [placement]
+        wrong = dict(cut_otherwise(self._fused.values()))
         for name, fused in self._fused.items():
-            found |= self._parts(name, fused)
+            found |= self._parts(name, fused, wrong.get(fused.target.name))
+        self._keys.notes += notes_on_sizes(self._fused.values())
         for name, (sample, moved) in self._moved.items():
             found |= self._blocks(name, sample, moved)
         return found
@@ -190,8 +193,8 @@ class Matched:
         rows = (cut(sizes, which), *((0, size) for size in spec.shape[1:]))
         return Placement(spec, self._target(name).name, rows, None)
 
-    def _parts(self, name: str, fused: Fused) -> dict[str, list[Placement]]:
-        if (wrong := fused.misfit()) is not None:
+    def _parts(self, name: str, fused: Fused, wrong: tuple[str, str] | None) -> dict[str, list[Placement]]:
+        if (wrong := fused.misfit() or wrong) is not None:
             self._mismatch(name, *wrong, fused.arrivals[0].spec)
             return {}
         kinds = {arrival.spec.dtype: arrival.spec for arrival in fused.arrivals}

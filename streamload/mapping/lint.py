@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamload.mapping.explain import close_to, names_of
-from streamload.mapping.rules import Expert, Mapped, ShardId, Stacked, Step
+from streamload.mapping.rules import Expert, Mapped, ShardId, Stacked, Step, order_of_parts
 
 if TYPE_CHECKING:
     from streamload.mapping.mapper import WeightsMapper
@@ -17,7 +17,9 @@ class Finding(NamedTuple):
     """Something suspicious about a mapper."""
 
     kind: str
-    """``never-fires``, ``shadowed``, ``inside-component``, ``own-output``, ``not-in-module``, ``collision``, ``packed``."""
+    """``never-fires``, ``shadowed``, ``inside-component``, ``own-output``, ``not-in-module``, ``collision``, ``packed`` or
+    ``parts``.
+    """
     rule: str
     message: str
 
@@ -69,7 +71,9 @@ def _shadowed(stage: str, table: Mapping[str, str | None], contains: Any) -> Ite
 def _raw_stacked(rules: Sequence[Stacked]) -> Iterator[Finding]:
     """Stacked rules that cascade where text is matched raw, and pairs that match the same components."""
     seen: dict[tuple[str, ...], Stacked] = {}
+    targets: dict[tuple[str, ...], list[Stacked]] = defaultdict(list)
     for rule in rules:
+        targets[rule.target].append(rule)
         if rule.old in rule.new and rule.old != rule.new:
             yield Finding("own-output", f"stacked {rule}", "would fire on its own output; held back there")
         for other in rules:
@@ -83,6 +87,13 @@ def _raw_stacked(rules: Sequence[Stacked]) -> Iterator[Finding]:
         if first is not rule:
             yield Finding(
                 "shadowed", f"stacked {first}", f"{rule} matches the same components and comes later, so it wins"
+            )
+
+    for target, own in targets.items():
+        parts, why = order_of_parts(part for rule in own for part in rule.own_parts)
+        if why:
+            yield Finding(
+                "parts", "", f"{'.'.join(target)!r} is filled with parts {', '.join(map(repr, parts))}: {why}"
             )
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from streamload.errors import MappingError
 
+Part: TypeAlias = "str | int"
+"""One part of a fused parameter."""
+
 ShardId: TypeAlias = "str | int | tuple[str | int, ...] | list[str | int] | Expert"
 """Which part of a fused parameter: one part, a tuple of neighbours that the tensor spans, or a list of parts that each
 get the whole tensor."""
+
+_USUAL: tuple[Part, ...] = ("q", "k", "v")
 
 AtHome = Callable[[str], bool]
 """Whether a module has something of that name."""
@@ -153,6 +158,13 @@ class Stacked(NamedTuple):
         return tuple(self.new.strip(".").split("."))
 
     @property
+    def own_parts(self) -> tuple[Part, ...]:
+        """The parts that it fills."""
+        if isinstance(self.shard, (tuple, list)) and not isinstance(self.shard, Expert):
+            return tuple(self.shard)
+        return () if self.shard is None or isinstance(self.shard, Expert) else (self.shard,)
+
+    @property
     def many_experts(self) -> bool:
         return "*" in self.parts
 
@@ -190,6 +202,24 @@ class Split(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.old!r} -> {self.new!r}"
+
+
+def order_of_parts(parts: Iterable[Part]) -> tuple[list[Part], str]:
+    """The order in which parts lie: q, k, v; numbers from 0 on; others as they are listed. And why it is not known, when
+    some of them can only be slips of the pen, which would shift the rows of the others.
+    """
+    found = list(dict.fromkeys(parts))
+    usual, numbers = [part for part in _USUAL if part in found], sorted(part for part in found if isinstance(part, int))
+    if len(usual) == len(found):
+        return usual, ""
+    if numbers and len(numbers) < len(found):
+        return found, "either all of them are numbers or none is"
+    if numbers:
+        gap = numbers != [*range(len(numbers))]
+        return [*numbers], f"numbers have to run from 0 to {len(numbers) - 1}" if gap else ""
+    if any(str(part).lower() in _USUAL for part in found):
+        return found, "where one is 'q', 'k' or 'v', all have to be"
+    return found, ""
 
 
 def check_shard(old: str, new: object, shard: object) -> None:

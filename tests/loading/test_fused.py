@@ -279,3 +279,83 @@ def test_progress_of_a_load_that_unties(tmp_path):
     assert torch.equal(model.b, rows(2, 2))
     assert seen[-1].tensor == "b"
     assert seen[-1].bytes_done == seen[-1].bytes_total
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"q_proj": "q", "k_proj": "K", "v_proj": "v"}, "where one is 'q', 'k' or 'v', all have to be"),
+        ({"q_proj": "Q", "k_proj": "K", "v_proj": "V"}, "where one is 'q', 'k' or 'v', all have to be"),
+        ({"gate": 0, "up": "1"}, "either all of them are numbers or none is"),
+        ({"gate": 0, "up": 2}, "numbers have to run from 0 to 1"),
+    ],
+)
+def test_parts_whose_order_is_not_known_are_refused(tmp_path, parts, why):
+    names = {f"a.{name}.weight": rows(2, number) for number, name in enumerate(parts)}
+    path = write_safetensors(tmp_path / "m.safetensors", names)
+    mapper = WeightsMapper(orig_to_new_stacked={name: ("fused", part) for name, part in parts.items()})
+    model = empty({"a.fused.weight": (2 * len(parts), 8)})
+    with pytest.raises(
+        MappingError, match=r"fill 'a.fused.weight' with parts .* so their order is not known: "
+    ) as caught:
+        plan(model, path, mapper=mapper)
+    assert why in str(caught.value)
+    assert why in str(mapper.lint(module=model))
+
+
+def test_parts_of_other_names_lie_in_the_order_of_their_rules(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {"a.up": rows(2, 1), "a.gate": rows(2, 2)})
+    mapper = WeightsMapper(orig_to_new_stacked={"gate": ("fused", "gate"), "up": ("fused", "up")})
+    model = empty({"a.fused": (4, 8)})
+    load(model, path, mapper=mapper)
+    assert torch.equal(model.a.fused, torch.cat([rows(2, 2), rows(2, 1)]))
+
+
+def test_a_bias_that_is_cut_otherwise_than_its_weight(tmp_path):
+    lengths = {"weight": (8, 4, 4), "bias": (8, 2, 6)}
+    parts = {
+        f"a.{part}_proj.{leaf}": torch.ones([size, 3][: 1 + (leaf == "weight")])
+        for leaf, sizes in lengths.items()
+        for part, size in zip("qkv", sizes, strict=True)
+    }
+    path = write_safetensors(tmp_path / "m.safetensors", parts)
+    model = empty({"a.qkv_proj.weight": (16, 3), "a.qkv_proj.bias": (16,)})
+    with pytest.raises(LoadError) as caught:
+        load(model, path, mapper=MAPPER)
+    assert (
+        "a.qkv_proj.bias: expected parts cut as those of a.qkv_proj.weight (q 8 + k 4 + v 4), found q 8 + k 2 + v 6"
+        in str(caught.value)
+    )
+
+
+def test_an_expert_that_is_cut_otherwise_than_the_others(tmp_path):
+    rules = {"experts.*.w1": ("experts.w13", 0), "experts.*.w3": ("experts.w13", 1)}
+    lengths = {(0, "w1"): 2, (0, "w3"): 2, (1, "w1"): 1, (1, "w3"): 3}
+    parts = {f"experts.{number}.{name}": torch.ones(size, 8) for (number, name), size in lengths.items()}
+    path = write_safetensors(tmp_path / "m.safetensors", parts)
+    model = empty({"experts.w13": (2, 4, 8)})
+    made = plan(model, path, mapper=WeightsMapper(orig_to_new_stacked=rules))
+    [wrong] = made.mismatched_keys
+    assert wrong.expected == "parts cut as those of expert 0 (0 2 + 1 2)"
+    assert wrong.found == "0 1 + 1 3 (experts.1.w1, experts.1.w3)"
+
+
+def test_sizes_that_nobody_can_check_are_noted(tmp_path):
+    def notes(*layers):
+        parts = {
+            f"layers.{number}.{name}_proj.weight": torch.ones(size, 8)
+            for number, sizes in enumerate(layers)
+            for name, size in zip(("gate", "up"), sizes, strict=True)
+        }
+        path = write_safetensors(tmp_path / "m.safetensors", parts)
+        model = empty({f"layers.{number}.gate_up_proj.weight": (4, 8) for number in range(len(layers))})
+        return plan(model, path, mapper=MAPPER).notes
+
+    assert notes((2, 2), (2, 2)) == []
+    assert notes((1, 3), (1, 3)) == [
+        "layers.*.gate_up_proj.weight: cut into 0 1 + 1 3 as the checkpoint has it; the module tells no output_sizes"
+    ]
+    assert notes((2, 2), (2, 2), (1, 3)) == [
+        "layers.*.gate_up_proj.weight: its 4 rows are not cut alike in all layers: 0 2 + 1 2 in "
+        "layers.0.gate_up_proj.weight and 1 more; 0 1 + 1 3 in layers.2.gate_up_proj.weight"
+    ]
