@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError
+from streamload.integrations.gaps import lacks_a_kind, odd_one, wrong_numbers
 from streamload.loading.blocks import Untraceable
+from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.naming import Route
 from streamload.loading.operation import Operation
-from streamload.loading.targets import Targets, torch_dtype
+from streamload.loading.targets import Target, Targets, torch_dtype
 from streamload.loading.tracing import Moved, trace
 from streamload.mapping.rules import Place
 
@@ -99,16 +101,38 @@ class TransformersConversions:
             self._counts["add"] += renamed == f"{self._prefix}.{name}"
             self._counts["strip"] += name == f"{self._prefix}.{renamed}"
 
-    def convert(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, Moved] | Operation:
-        """The tensors that the group becomes. Raises LoadError when transformers cannot convert it."""
+    def convert(
+        self, group: str, specs: Mapping[str, TensorSpec]
+    ) -> dict[str, Moved] | Operation | Incomplete | Mismatch:
+        """The tensors that the group becomes, or why it cannot be converted."""
         patterns = self._patterns[group]
         by_pattern: dict[str, list[TensorSpec]] = {}
         for name, spec in specs.items():
             by_pattern.setdefault(patterns[name], []).append(spec)
+        converter = self._by_pattern[next(iter(by_pattern))]
+        shape = self._target(group).shape
+        if (wrong := wrong_numbers(group, by_pattern, _experts(converter, shape))) is not None:
+            return wrong
+        try:
+            made = self._made(group, specs, by_pattern)
+        except LoadError as error:
+            first = next(iter(specs.values()))
+            told = lacks_a_kind(group, by_pattern, converter.source_patterns) or odd_one(group, by_pattern)
+            return told or Mismatch(group, "what transformers can convert", str(error), first.file)
+        if isinstance(made, dict) and group in made and made[group].shape != shape:
+            return lacks_a_kind(group, by_pattern, converter.source_patterns) or odd_one(group, by_pattern) or made
+        return made
+
+    def _made(
+        self, group: str, specs: Mapping[str, TensorSpec], by_pattern: Mapping[str, list[TensorSpec]]
+    ) -> dict[str, Moved] | Operation:
         try:
             return trace(lambda tensors: self._run(group, tensors), by_pattern)
         except Untraceable as error:
             return self._operation(group, specs, by_pattern, error)
+
+    def _target(self, name: str) -> Target:
+        return self._targets.specs[self._targets.aliases.get(name, name)]
 
     def _run(self, group: str, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         converter = copy.deepcopy(self._by_pattern[next(iter(tensors))])
@@ -124,8 +148,7 @@ class TransformersConversions:
         by_pattern: Mapping[str, list[TensorSpec]],
         why: Untraceable,
     ) -> Operation:
-        target = self._targets.specs[self._targets.aliases.get(group, group)]
-        dtype = torch_dtype(target.dtype)  # the library casts what it reads before it computes
+        dtype = torch_dtype(self._target(group).dtype)  # the library casts what it reads before it computes
         shapes = {
             pattern: [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in members]
             for pattern, members in by_pattern.items()
@@ -167,6 +190,13 @@ class TransformersConversions:
     def prefix(self) -> str:
         """What was put before the names."""
         return f"{self._prefix}." if self._counts["add"] else ""
+
+
+def _experts(converter: Any, shape: tuple[int, ...]) -> int | None:
+    """How many experts the module has, when the conversion stacks them in the first dimension."""
+    stacks, *others = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    alone = all(kind == "Concatenate" and dim != 0 for kind, dim in others)
+    return shape[0] if stacks == ("MergeModulelist", 0) and alone and shape else None
 
 
 def _ready(tensor: Tensor) -> Callable[[], Tensor]:

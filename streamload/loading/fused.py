@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import MappingError
-from streamload.loading.keys import Incomplete
+from streamload.loading.keys import Incomplete, short
 from streamload.loading.placement import Placement, Region
 from streamload.loading.targets import Target
 from streamload.mapping.rules import Expert, Part, ShardId, Stacked, order_of_parts
@@ -110,9 +110,7 @@ class Fused:
             return None
         present = [_title(*key) for key in wanted if key in self._arrived]
         sources = dict.fromkeys(source for number, part in missing for source in self._sources(number, part))
-        return Incomplete(
-            self.target.name, _short(present), _short([_title(*key) for key in missing]), _short([*sources])
-        )
+        return Incomplete(self.target.name, short(present), short([_title(*key) for key in missing]), short([*sources]))
 
     def _expected(self) -> list[tuple[int | None, Part | None]]:
         numbers: Iterable[int | None] = range(*self.target.shape[:1] or [0]) if self._experts else [None]
@@ -295,7 +293,3 @@ def _title(number: int | None, part: Part | None) -> str:
     if number is None:
         return str(part)
     return f"expert {number}" if part is None else f"{part} of expert {number}"
-
-
-def _short(items: list[str]) -> list[str]:
-    return items if len(items) <= 6 else [*items[:5], f"... ({len(items)})"]

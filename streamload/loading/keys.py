@@ -109,6 +109,11 @@ class Keys:
         return lines
 
 
+def short(items: list[str]) -> list[str]:
+    """``items`` where they are few, else the first and how many there are."""
+    return items if len(items) <= 6 else [*items[:5], f"... ({len(items)})"]
+
+
 def summarise(names: Collection[str], known: Collection[str] = ()) -> str:
     """``names`` in short: ``model.layers.2.* (9)`` where all names below are listed, ``layers.{0..23}.x (24)`` for runs."""
     folded = _fold(_whole_branches(names, known))

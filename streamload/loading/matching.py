@@ -34,6 +34,7 @@ class Matched:
         self._fused: dict[str, Fused] = {}
         self._moved: dict[str, tuple[TensorSpec, Moved]] = {}
         self._groups: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        self._broken: dict[str, Incomplete | Mismatch] = {}
         self.operations: list[Operation] = []
 
     def names(self) -> Iterator[str]:
@@ -43,10 +44,15 @@ class Matched:
         yield from (name for name, fused in self._fused.items() if fused.incomplete() is None)
         yield from self._moved
         yield from (name for operation in self.operations for name in operation.targets)
+        yield from (name for name, what in self._broken.items() if isinstance(what, Mismatch))
 
     def lacking(self) -> dict[str, Incomplete]:
-        """Fused targets of which some parts have arrived but not all."""
-        return {fused.target.name: found for fused in self._fused.values() if (found := fused.incomplete()) is not None}
+        """Targets of which some parts have arrived but not all."""
+        found = {name: what for name, what in self._broken.items() if isinstance(what, Incomplete)}
+        for fused in self._fused.values():
+            if (what := fused.incomplete()) is not None:
+                found[fused.target.name] = what
+        return found
 
     def take(self, catalog: Mapping[str, TensorSpec]) -> None:
         """Take in every tensor of ``catalog``."""
@@ -137,6 +143,10 @@ class Matched:
         assert self._router.conversions is not None
         made = self._router.conversions.convert(group, specs)
         first = next(iter(specs.values()))
+        if isinstance(made, (Incomplete, Mismatch)):
+            self._broken[group] = made
+            self._keys.mismatched_keys += [made] if isinstance(made, Mismatch) else []
+            return
         if isinstance(made, Operation):
             for name, shape in made.targets.items():
                 if not self._targets.at_home(name):

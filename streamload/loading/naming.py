@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError, MappingError
+from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.operation import Operation
 from streamload.loading.targets import Targets
 from streamload.loading.tracing import Moved
@@ -38,8 +39,10 @@ class Conversions(Protocol):
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""
 
-    def convert(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, Moved] | Operation:
-        """Where the tensors of a group go: moves of rectangles, or an operation to be run."""
+    def convert(
+        self, group: str, specs: Mapping[str, TensorSpec]
+    ) -> dict[str, Moved] | Operation | Incomplete | Mismatch:
+        """Where the tensors of a group go: moves of rectangles, or an operation to be run; or what is wrong with them."""
 
     def allow_missing(self, name: str) -> str | None:
         """The rule under which the parameter ``name`` may be missing."""

@@ -1,8 +1,11 @@
 """transformers' own conversions as placements: published layouts load bit for bit as its own loader loads them."""
 
+import re
+
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -87,20 +90,62 @@ def test_a_cast_on_the_way_through_a_merge(tmp_path):
         assert torch.equal(value, original[key].float()), key
 
 
-def test_an_expert_that_is_missing_is_told(tmp_path):
-    cls, config = MODELS["Qwen3-MoE"]
-    saved(cls, config(), tmp_path)
-    tensors = {}
-    from safetensors.torch import load_file, save_file
+EXPERTS = "model.layers.1.mlp.experts"
 
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    made = plan(build_model(Checkpoint.open(tmp_path)), tmp_path)
-    [mismatch] = made.mismatched_keys
-    assert mismatch.name == "model.layers.1.mlp.experts.down_proj"
-    assert mismatch.expected == "shape [12, 32, 16]"
-    assert "shape [11, 32, 16]" in mismatch.found
+
+def altered(folder, alter):
+    """A saved Qwen3-MoE with 12 experts whose tensors were altered, and its model."""
+    cls, config = MODELS["Qwen3-MoE"]
+    saved(cls, config(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    alter(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return build_model(Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing", "wanted"),
+    [
+        ([f"{EXPERTS}.3.down_proj.weight"], ["expert 3"], None),
+        ([f"{EXPERTS}.11.down_proj.weight"], ["expert 11"], None),
+        ([f"{EXPERTS}.5.up_proj.weight"], ["up_proj.weight of expert 5"], None),
+        ([f"{EXPERTS}.{n}.{kind}_proj.weight" for n in (0,) for kind in ("gate", "up")], ["expert 0"], None),
+        (
+            [f"{EXPERTS}.{n}.up_proj.weight" for n in range(12)],
+            [*[f"up_proj.weight of expert {n}" for n in range(5)], "... (12)"],
+            [*[f"{EXPERTS}.{n}.up_proj.weight" for n in range(5)], "... (12)"],
+        ),
+    ],
+)
+def test_experts_that_are_missing_are_named(tmp_path, gone, missing, wanted):
+    model = altered(tmp_path, lambda tensors: [tensors.pop(name) for name in gone])
+    made = plan(model, tmp_path)
+    [what] = made.incomplete
+    target = f"{EXPERTS}.{'down_proj' if 'down' in gone[0] else 'gate_up_proj'}"
+    assert (what.name, what.missing, what.wanted) == (target, missing, wanted or gone)
+    assert made.missing_keys == [target]
+    assert made.mismatched_keys == []
+    with pytest.raises(LoadError, match=rf"(?s)1 missing.*{re.escape(what.wanted[0])}") as caught:
+        load(model, tmp_path)
+    assert caught.value.report.incomplete == [what]
+    report = load(model, tmp_path, strict=False)
+    assert report.missing_keys == [target]
+    assert not model.lm_head.weight.is_meta
+    assert model.get_parameter(target).is_meta
+
+
+def test_an_expert_too_many_and_one_of_another_shape(tmp_path):
+    def add(tensors):
+        tensors[f"{EXPERTS}.12.down_proj.weight"] = tensors[f"{EXPERTS}.11.down_proj.weight"].clone()
+        tensors[f"{EXPERTS}.2.up_proj.weight"] = torch.ones(5, 32)
+
+    made = plan(altered(tmp_path, add), tmp_path)
+    down, up = sorted(made.mismatched_keys)
+    assert (down.expected, down.found) == ("12 experts", f"number 12 ({EXPERTS}.12.down_proj.weight)")
+    assert up.name == f"{EXPERTS}.gate_up_proj"
+    assert up.expected == "shape [16, 32], which 11 others like it have"
+    assert up.found == f"{EXPERTS}.2.up_proj.weight of shape [5, 32]"
+    assert made.missing_keys == []
 
 
 class AddOne(ConversionOps):
