@@ -103,17 +103,19 @@ def untie(targets: Targets, alias: str) -> None:
 def needs_windows(plan: LoadPlan, targets: Targets, device: torch.device | None) -> bool:
     """Whether carrying out ``plan`` would go through staging windows, as the page cache is now."""
     to_device = device is not None and device.type != "cpu"
-    if plan.casts or plan.copies or to_device or any(map(_is_cut, plan.placements)):
+    cut = (_is_cut(placement, targets.specs[placement.target]) for placement in plan.placements)
+    if plan.casts or plan.copies or to_device or any(cut):
         return True
     if any(not (tensor.is_meta or targets.specs[name].address) for name, tensor in targets.tensors.items()):
         return True
     return not all(file_in_cache(path) for path in {placement.spec.file for placement in plan.placements})
 
 
-def _is_cut(placement: Placement) -> bool:
-    return (
-        placement.spec.strides is not None or placement.source_region is not None or placement.target_region is not None
-    )
+def _is_cut(placement: Placement, target: Target) -> bool:
+    """Whether it is more than one run of bytes, in the file or in its target."""
+    spec, _, source_region, target_region = placement
+    whole = source_region is None and target_region is None
+    return spec.strides is not None or not (whole or _runs(placement, target.shape))
 
 
 def _inputs(operation: Operation) -> list[Placement]:

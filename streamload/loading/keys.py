@@ -97,13 +97,14 @@ class Keys:
         if self.unexpected_keys:
             lines.append(f"{len(self.unexpected_keys)} unexpected: {summarise(self.unexpected_keys)}")
         lines += [f"{name}: {became}" for name, became in list(self.renamed.items())[:_SHOWN]]
-        lines += [str(each) for each in self.incomplete[:_SHOWN]]
+        lines += [str(each) for each in self.incomplete if each.name in self.missing_keys][:_SHOWN]
         for mismatch in self.mismatched_keys[:_SHOWN]:
             lines.append(
                 f"mismatched: {mismatch.name}: expected {mismatch.expected}, found {mismatch.found} in {mismatch.file}"
             )
         if len(self.mismatched_keys) > _SHOWN:
             lines.append(f"and {len(self.mismatched_keys) - _SHOWN} more mismatched")
+        lines += [note for note in self.notes if note.startswith("ignore_")]  # lists that did not do what they were for
         if hint := prefix_hint(self.missing_keys, self.unexpected_keys):
             lines.append(hint)
         return lines

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from streamload.checkpoint import Checkpoint
 from streamload.checkpoint.spec import Stamp
-from streamload.errors import LoadError
 from streamload.loading.fused import Fused, could_fill
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Keys
@@ -154,13 +153,15 @@ def _find_missing(plan: LoadPlan, targets: Targets, matched: Matched, ignore: Ig
         rule = ignore.match(name)
         if rule is None and real and router.conversions is not None:
             rule = router.conversions.allow_missing(name)
-        if rule is None:
-            plan.missing_keys.append(name)
-            if name not in lacking and could_fill(name, rules):
-                nothing = Fused(targets.specs[name], rules, None).incomplete()
-                plan.incomplete += [nothing] if nothing is not None else []
-            plan.incomplete += [lacking[name]] if name in lacking else []
-        elif not real:
-            raise LoadError(f"{rule}: {name} is on the meta device, so it has no value that could be kept")
-        else:
+        if rule is not None and not real:
+            plan.notes.append(f"{rule}: {name} is on the meta device, so it has no value that could be kept")
+            rule = None
+        if rule is not None:
             plan.dropped[name] = rule
+        else:
+            plan.missing_keys.append(name)
+        if name in lacking:
+            plan.incomplete.append(lacking[name])
+        elif rule is None and could_fill(name, rules):
+            nothing = Fused(targets.specs[name], rules, None).incomplete()
+            plan.incomplete += [nothing] if nothing is not None else []

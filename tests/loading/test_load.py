@@ -158,6 +158,12 @@ class TestStrictness:
         module = module_of({"w": torch.zeros(2, device="meta"), "v": torch.zeros(2, device="meta")})
         with pytest.raises(LoadError, match="v is on the meta device, so it has no value that could be kept"):
             load(module, path, ignore_missing=["v"])
+        assert plan(module, path, ignore_missing=["v"]).missing_keys == ["v"]
+
+    def test_a_list_that_matches_nothing_is_told_in_the_error(self, tmp_path):
+        path = write_safetensors(tmp_path / "model.safetensors", {"w": torch.ones(2)})
+        with pytest.raises(LoadError, match=r"1 missing: v\n  ignore_missing 'V' matched nothing"):
+            load(nan_module({"w": torch.ones(2), "v": torch.ones(2)}), path, ignore_missing=["V"])
 
     def test_the_closest_spelling_is_shown(self, tmp_path):
         tensors = {f"model.model.layers.{n}.w": torch.ones(2) for n in range(3)}
