@@ -66,13 +66,15 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 
 def key_rows(keys: Keys) -> list[tuple[str, str]]:
     """What became of the names, in rows."""
-    from streamload.loading.keys import summarise
+    from streamload.loading.keys import STRANDED, summarise
 
     rows = []
     if keys.missing_keys:
         rows.append((f"missing ({len(keys.missing_keys)})", summarise(keys.missing_keys, keys.known)))
     if keys.unexpected_keys:
         rows.append((f"unexpected ({len(keys.unexpected_keys)})", summarise(keys.unexpected_keys)))
+    if keys.stranded:
+        rows.append((f"on meta ({len(keys.stranded)})", f"{summarise(keys.stranded)}: {STRANDED}"))
     rows += [("parts", str(each)) for each in keys.incomplete[:10]]
     rows += [("renamed", f"{name} {became}") for name, became in list(keys.renamed.items())[:10]]
     rows += [

@@ -13,7 +13,6 @@ from torch import nn
 
 from streamload.checkpoint import Checkpoint
 from streamload.errors import BudgetError, LoadError
-from streamload.loading.buffers import stranded_attributes
 from streamload.loading.execute import Execution, needs_windows
 from streamload.loading.failure import clear_frames, where
 from streamload.loading.forecast import forecast, resident
@@ -232,7 +231,7 @@ def _load(
         spare()
         report = _report(prepared.plan)
         if strict:
-            _refuse_misfits(prepared.plan, prepared.targets, model, report)
+            _refuse_misfits(prepared.plan, model, report)
         _execute(prepared, model, report, options.progress, untie)
     return report
 
@@ -295,31 +294,19 @@ def _fill(report: LoadReport, ledger: Ledger, peak: int, started: float) -> None
     report.seconds = time.perf_counter() - started
 
 
-def _refuse_misfits(made: LoadPlan, targets: Targets, model: nn.Module, report: LoadReport) -> None:
+def _refuse_misfits(made: LoadPlan, model: nn.Module, report: LoadReport) -> None:
     if not made.ok:
         counts = (
             (len(made.missing_keys), "missing"),
             (len(made.unexpected_keys), "unexpected"),
             (len(made.mismatched_keys), "mismatched"),
+            (len(made.stranded), "on meta"),
         )
         head = ", ".join(f"{count} {what}" for count, what in counts if count)
         lines = "".join(f"\n  {line}" for line in made.problems())
         raise LoadError(
             f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
             "  ignore_missing and ignore_unexpected let names pass; strict=False loads what fits",
-            report=report,
-        )
-    if adrift := stranded_attributes(targets.holders):
-        raise LoadError(
-            f"{len(adrift)} tensor attributes of {type(model).__name__} are on the meta device, and loading does not fill them: "
-            f"{summarise(adrift)}; compute them after loading, or make them buffers (streamload.restore_buffers puts right "
-            "those that do not depend on a parameter)",
-            report=report,
-        )
-    if targets.stranded:
-        raise LoadError(
-            f"{len(targets.stranded)} buffers of {type(model).__name__} are on the meta device and no checkpoint stores them: "
-            f"{summarise(targets.stranded)}; build the module inside streamload.skeleton(), which keeps buffers real",
             report=report,
         )
 

@@ -10,6 +10,13 @@ from typing import Any, NamedTuple
 
 _SHOWN = 12
 
+#: What to do about tensors on the meta device that no checkpoint stores.
+STRANDED = (
+    "buffers or tensor attributes on the meta device that loading does not fill; build the module inside "
+    "streamload.skeleton(), which keeps them real, or let streamload.restore_buffers put them right; what depends on a "
+    "parameter has to be computed after loading"
+)
+
 
 class Mismatch(NamedTuple):
     """A tensor whose shape or dtype does not fit its target."""
@@ -65,6 +72,8 @@ class Keys:
     """What was put before the checkpoint's names."""
     incomplete: list[Incomplete] = field(default_factory=list)
     """Fused parameters, also in ``missing_keys``, of which some parts have arrived or stacked rules would fill."""
+    stranded: list[str] = field(default_factory=list)
+    """Non-persistent buffers and plain tensor attributes on the meta device, which no checkpoint fills."""
     renamed: dict[str, str] = field(default_factory=dict, repr=False)
     """Unexpected name -> the rule that made it so, and what it became."""
     known: list[str] = field(default_factory=list, repr=False)
@@ -72,8 +81,8 @@ class Keys:
 
     @property
     def ok(self) -> bool:
-        """Whether every name found its place."""
-        return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+        """Whether every name found its place, and nothing stays on the meta device."""
+        return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.stranded)
 
     def keys_to_dict(self) -> dict[str, Any]:
         """The lists, as JSON can hold them."""
@@ -84,6 +93,7 @@ class Keys:
             "dropped": dict(self.dropped),
             "tied": dict(self.tied),
             "incomplete": [each._asdict() for each in self.incomplete],
+            "stranded": list(self.stranded),
             "casts": [cast._asdict() for cast in self.casts],
             "notes": list(self.notes),
             "prefix": self.prefix,
@@ -104,6 +114,8 @@ class Keys:
             )
         if len(self.mismatched_keys) > _SHOWN:
             lines.append(f"and {len(self.mismatched_keys) - _SHOWN} more mismatched")
+        if self.stranded:
+            lines.append(f"{len(self.stranded)} on meta: {summarise(self.stranded)}: {STRANDED}")
         lines += [note for note in self.notes if note.startswith("ignore_")]  # lists that did not do what they were for
         if hint := prefix_hint(self.missing_keys, self.unexpected_keys):
             lines.append(hint)

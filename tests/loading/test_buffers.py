@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamload import LoadError, audit_buffers, load, restore_buffers, skeleton
+from streamload import LoadError, audit_buffers, load, plan, restore_buffers, skeleton
 from streamload.testing import write_safetensors
 
 
@@ -137,8 +137,15 @@ def test_an_attribute_computed_from_a_parameter_is_told_before_loading(tmp_path)
     path = write_safetensors(tmp_path / "m.safetensors", {"weight": torch.arange(4.0)})
     with skeleton():
         model = Clever()
-    with pytest.raises(LoadError, match=r"1 tensor attributes of Clever are on the meta device.*: largest"):
+    with pytest.raises(
+        LoadError,
+        match=r"does not fit Clever \(1 on meta\); nothing was read\n  1 on meta: largest: .*computed after loading",
+    ):
         load(model, path)
     assert model.weight.is_meta
+    assert plan(model, path).stranded == ["largest"]
+    report = load(model, path, strict=False)
+    assert report.stranded == ["largest"]
+    assert not report.ok
     with pytest.raises(LoadError, match=r"cannot be restored: largest \(computed from a parameter"):
         restore_buffers(model, Clever)
