@@ -116,7 +116,7 @@ class Keys:
             lines.append(f"and {len(self.mismatched_keys) - _SHOWN} more mismatched")
         if self.stranded:
             lines.append(f"{len(self.stranded)} on meta: {summarise(self.stranded)}: {STRANDED}")
-        lines += [note for note in self.notes if note.startswith("ignore_")]  # lists that did not do what they were for
+        lines += [note for note in self.notes if note.startswith(("ignore_", "mapper="))]
         if hint := prefix_hint(self.missing_keys, self.unexpected_keys):
             lines.append(hint)
         return lines

@@ -105,6 +105,8 @@ class Matched:
         self._keys.unexpected_keys.append(spec.name)
         if place.name != spec.name:
             self._keys.renamed[spec.name] = f"becomes {place.name} by {rule}, and the module has no such parameter"
+        elif rule:
+            self._keys.renamed[spec.name] = rule
 
     def _put(self, spec: TensorSpec, place: Place) -> None:
         if place.transposed:

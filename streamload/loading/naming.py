@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from streamload.checkpoint import TensorSpec
-from streamload.errors import LoadError, MappingError
+from streamload.errors import MappingError
 from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.operation import Operation
 from streamload.loading.targets import Targets
 from streamload.loading.tracing import Moved
-from streamload.mapping import WeightsMapper
-from streamload.mapping.composed import Named
+from streamload.mapping.composed import Named, named
 from streamload.mapping.rules import AtHome, Place, Stacked, Step
 
 #: Libraries whose models bring conversions of their own: package -> where to ask for them.
@@ -25,7 +24,7 @@ class Route(NamedTuple):
 
     places: Sequence[Place] = ()
     rule: str = ""
-    """The rule that drops it, or that renamed it last."""
+    """The rule that drops it, or that renamed it last; or why a rule that fits did not fire."""
     group: str = ""
     """The group of tensors that are converted together, where it belongs to one; ``places`` is empty then."""
 
@@ -62,16 +61,18 @@ class Router:
         self.at_home = targets.at_home
         self.conversions: Conversions | None = None
         module = targets.module
+        self.library = _library_of(module)
+        """The one that the module comes from, if it may have conversions of its own."""
         if mapper is None and module is not None:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
-            if mapper is None:
-                self.conversions = _conversions_of(module, targets)
-        root = as_mapper(mapper) if mapper is not None else None
+            if mapper is None and self.library:
+                self.conversions = _conversions_of(module, self.library, targets)
+        root = named(mapper) if mapper is not None else None
         self._root = self.conversions.route if self.conversions is not None else _ask(root, self.at_home)
-        below = {dotted: as_mapper(own) for dotted, own in targets.mappers if dotted}
+        below = {dotted: named(own) for dotted, own in targets.mappers if dotted}
         self._below = {dotted: own for dotted, own in below.items() if own is not root}
-        named = [each for each in (root, *self._below.values()) if isinstance(each, Named)]
-        self.stacked_rules: list[Stacked] = [rule for mapper in named for rule in mapper.stacked_rules]
+        mappers = [*([root] if root is not None else []), *self._below.values()]
+        self.stacked_rules: list[Stacked] = [rule for mapper in mappers for rule in mapper.stacked_rules]
         """Those of all mappers."""
 
     @property
@@ -110,44 +111,25 @@ class Router:
         return route
 
 
-def as_mapper(mapper: Any) -> Named | Callable[[str], str | None]:
-    """``mapper`` as something to ask. Raises LoadError when it is no mapper."""
-    if isinstance(mapper, Named):
-        return mapper
-    if hasattr(mapper, "orig_to_new_prefix") and hasattr(mapper, "orig_to_new_substr"):
-        return WeightsMapper.like(mapper)
-    found = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
-    if not callable(found):
-        raise LoadError(f"mapper: expected a callable or an object with map_name, found {type(mapper).__name__}")
-    return found  # type: ignore[no-any-return]
-
-
-def _ask(mapper: Named | Callable[[str], str | None] | None, at_home: AtHome) -> Callable[[str], Route] | None:
-    if mapper is None:
-        return None
-    if isinstance(mapper, Named):
-        return lambda name: _route_of(*mapper.places(name, at_home))
-    return lambda name: _foreign(mapper, name)
+def _ask(mapper: Named | None, at_home: AtHome) -> Callable[[str], Route] | None:
+    return None if mapper is None else lambda name: _route_of(*mapper.places(name, at_home))
 
 
 def _route_of(places: Sequence[Place], steps: Sequence[Step]) -> Route:
     step = next((step for step in reversed(steps) if step.after != step.before), None)
-    return Route(places, f"{step.stage} rule {step.rule}" if step is not None else "")
+    if step is not None:
+        return Route(places, f"{step.stage} rule {step.rule}")
+    why = next((f"{step.stage} rule {step.rule} does not fire: {step.why}" for step in reversed(steps)), "")
+    return Route(places, why)
 
 
-def _foreign(mapper: Callable[[str], str | None], name: str) -> Route:
-    mapped = mapper(name)
-    if mapped is None:
-        return Route((), "mapper")
-    if not isinstance(mapped, str):
-        raise MappingError(f"the mapper turns {name!r} into {mapped!r:.80}; expected a name, or None to drop it")
-    return Route([Place(mapped)], "" if mapped == name else "mapper")
-
-
-def _conversions_of(module: Any, targets: Targets) -> Conversions | None:
+def _library_of(module: Any) -> str:
+    """The package that the module comes from, when an integration knows it."""
     packages = {each.__module__.partition(".")[0] for each in type(module).__mro__}
-    for package in packages & _INTEGRATIONS.keys():
-        room, function = _INTEGRATIONS[package]
-        found: Conversions | None = getattr(import_module(room), function)(module, targets)
-        return found
-    return None
+    return next((package for package in _INTEGRATIONS if package in packages), "")
+
+
+def _conversions_of(module: Any, library: str, targets: Targets) -> Conversions | None:
+    room, function = _INTEGRATIONS[library]
+    found: Conversions | None = getattr(import_module(room), function)(module, targets)
+    return found

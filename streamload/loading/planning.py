@@ -118,6 +118,8 @@ def make_plan(
         plan.prefix = router.conversions.prefix
         plan.notes += router.conversions.notes()
     plan.notes += [*unexpected.unused(), *missing.unused()]
+    if mapper is not None and not plan.ok and (library := router.library):
+        plan.notes.append(f"mapper= stands in for the conversions of checkpoints that {library} has of its own")
     return plan
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamload.errors import MappingError
 from streamload.mapping.engine import Reading
@@ -12,7 +12,7 @@ from streamload.mapping.explain import Explanation, explain
 from streamload.mapping.rules import AtHome, Mapped, Place, Split, Stacked, Step
 
 if TYPE_CHECKING:
-    from typing import Any
+    from streamload.mapping.lint import Finding
 
 Value = TypeVar("Value")
 
@@ -24,18 +24,25 @@ class Named(ABC):
     def read(self, name: str, at_home: AtHome | None = None) -> Reading:
         """What becomes of ``name`` and how."""
 
-    def places(self, name: str, at_home: AtHome) -> tuple[list[Place], list[Step]]:
-        """Where the stored tensor ``name`` goes in a module, nowhere when it is dropped, and what led there."""
+    def places(self, name: str, at_home: AtHome | None = None) -> tuple[list[Place], list[Step]]:
+        """Where the stored tensor ``name`` goes, nowhere when it is dropped, and what led there.
+
+        ``at_home`` tells which names the module has; without it no tensor is spread.
+        """
         reading = self.read(name, at_home)
-        if reading.mapped is None:
-            return [], reading.steps
+        mapped, steps = reading.mapped, reading.steps
+        if mapped is None:
+            return [], steps
         transposed = self.transposes(name)
-        if not at_home(reading.mapped.name):
-            for rule in self.split_rules:
-                among = rule.put(reading.mapped.name)
-                if among and all(map(at_home, among)):
-                    return [Place(each, None, among, transposed) for each in among], reading.steps
-        return [Place(*reading.mapped, (), transposed)], reading.steps
+        for rule in self.split_rules if at_home is None or not at_home(mapped.name) else ():
+            among = rule.put(mapped.name)
+            if lacking := [each for each in among if at_home is None or not at_home(each)]:
+                where = "where the module has them" if at_home is None else f"the module has no {lacking[0]!r}"
+                steps = [*steps, Step("split", str(rule), mapped.name, mapped.name, where)]
+            elif among:
+                steps = [*steps, Step("split", str(rule), mapped.name, ", ".join(among))]
+                return [Place(each, None, among, transposed) for each in among], steps
+        return [Place(*mapped, (), transposed)], steps
 
     @property
     def split_rules(self) -> Sequence[Split]:
@@ -67,6 +74,28 @@ class Named(ABC):
         """Which rule did what to ``name``; ``module`` (a module, its state_dict, or names) tells what is at home."""
         return explain(self, name, module)
 
+    def then(self, other: Any) -> Composed:
+        """First this mapper, then ``other`` on what it gives: ``a.then(b)(name) == b(a(name))``.
+
+        ``other``: a mapper, or a callable from a name to a name or ``None``. Raises MappingError when it is neither.
+        """
+        return Composed([*self.mappers, named(other)])
+
+    @property
+    def mappers(self) -> Sequence[Named]:
+        """Those that are asked one after the other."""
+        return [self]
+
+    def lint(self, names: Iterable[str] = (), module: Any = None) -> list[Finding]:
+        """What is suspicious about the mapper; nothing where its rules cannot be seen."""
+        return []
+
+    def __or__(self, other: Any) -> Any:
+        raise MappingError(
+            f"| merges the rules of two WeightsMappers, found {type(self).__name__} | {type(other).__name__}; "
+            "use first.then(second) to ask one after the other"
+        )
+
     def apply_list(self, names: Iterable[str]) -> list[str]:
         """``names`` mapped, without those that are dropped."""
         return [mapped for name in names if (mapped := self.map_name(name)) is not None]
@@ -84,11 +113,39 @@ class Named(ABC):
         return mapped
 
 
+class Called(Named):
+    """A function, or another library's mapper whose rules are not known."""
+
+    def __init__(self, function: Callable[[str], Any]) -> None:
+        self._function = function
+
+    def read(self, name: str, at_home: AtHome | None = None) -> Reading:
+        """What the function says of ``name``. Raises MappingError when that is neither a name nor ``None``."""
+        after = self._function(name)
+        if not (after is None or isinstance(after, str)):
+            raise MappingError(f"the mapper turns {name!r} into {after!r:.80}; expected a name, or None to drop it")
+        steps = [] if after == name else [Step("mapper", _title(self._function), name, after)]
+        return Reading(None if after is None else Mapped(after), steps, ())
+
+
 class Composed(Named):
     """Mappers one after the other, each applied once."""
 
     def __init__(self, mappers: Sequence[Named]) -> None:
-        self.mappers = list(mappers)
+        self._mappers = list(mappers)
+
+    @property
+    def mappers(self) -> Sequence[Named]:
+        """Those that are asked one after the other."""
+        return self._mappers
+
+    def lint(self, names: Iterable[str] = (), module: Any = None) -> list[Finding]:
+        """What is suspicious about each mapper, judged by what those before it make of ``names``."""
+        findings, current = [], list(names)
+        for mapper in self._mappers:
+            findings += mapper.lint(current, module if mapper is self._mappers[-1] else None)
+            current = mapper.apply_list(current)
+        return findings
 
     def read(self, name: str, at_home: AtHome | None = None) -> Reading:
         """What becomes of ``name``. Raises MappingError when two of the mappers put it into a part."""
@@ -122,6 +179,23 @@ class Composed(Named):
         """Whether the last two dimensions of the stored tensor ``name`` are to be swapped."""
         return any(mapper.transposes(name) for mapper in self.mappers)
 
-    def then(self, other: Named) -> Composed:
-        """First these mappers, then ``other``."""
-        return Composed([*self.mappers, other])
+
+def named(mapper: Any) -> Named:
+    """``mapper`` as one that can be asked. Raises MappingError when it is none."""
+    from streamload.mapping.mapper import WeightsMapper
+
+    if isinstance(mapper, Named):
+        return mapper
+    if hasattr(mapper, "orig_to_new_prefix") and hasattr(mapper, "orig_to_new_substr"):
+        return WeightsMapper.like(mapper)
+    function = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or mapper
+    if not callable(function):
+        raise MappingError(
+            f"mapper: expected a WeightsMapper, an object with map_name or a callable, found {type(mapper).__name__}"
+        )
+    return Called(function)
+
+
+def _title(function: Callable[[str], Any]) -> str:
+    owner = getattr(function, "__self__", function)
+    return getattr(owner, "__name__", "") or type(owner).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ class Explanation:
     """Whether the module has the result; ``None`` where the module is not known."""
     closest: tuple[str, ...] = ()
     """Names of the module that come close, when it has not."""
+    among: tuple[str, ...] = ()
+    """The parameters that the tensor is spread over, when it is."""
+    transposed: bool = False
+    """Whether its last two dimensions are swapped."""
 
     @property
     def fired(self) -> list[Step]:
@@ -36,7 +40,9 @@ class Explanation:
         if self.mapped is None:
             return "\n".join([*lines, "= dropped"])
         part = "" if self.mapped.shard is None else f", part {self.mapped.shard!r}"
-        lines.append(f"= {self.mapped.name}{part}{'' if self.steps else ' (no rule fired)'}")
+        swapped = ", transposed" if self.transposed else ""
+        name = f"spread over {', '.join(self.among)}" if self.among else self.mapped.name
+        lines.append(f"= {name}{part}{swapped}{'' if self.steps else ' (no rule fired)'}")
         if self.at_home is False:
             close = f"; close to it: {', '.join(self.closest)}" if self.closest else ""
             lines.append(f"  NOT in the module{close}")
@@ -46,12 +52,16 @@ class Explanation:
 def explain(mapper: Named, name: str, module: Any = None) -> Explanation:
     """How ``mapper`` reads ``name``, in a ``module`` if given."""
     names = names_of(module)
-    reading = mapper.read(name, None if names is None else names.__contains__)
-    mapped = reading.mapped
-    if names is None or mapped is None:
-        return Explanation(name, mapped, tuple(reading.steps))
-    closest = () if mapped.name in names else close_to(mapped.name, names)
-    return Explanation(name, mapped, tuple(reading.steps), mapped.name in names, closest)
+    places, steps = mapper.places(name, None if names is None else names.__contains__)
+    if not places:
+        return Explanation(name, None, tuple(steps))
+    first = places[0]
+    mapped = mapper.read(name, None if names is None else names.__contains__).mapped
+    found = Explanation(name, mapped, tuple(steps), among=first.among, transposed=first.transposed)
+    if names is None:
+        return found
+    at_home = first.name in names
+    return replace(found, at_home=at_home, closest=() if at_home else close_to(first.name, names))
 
 
 def close_to(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamload.mapping.explain import close_to, names_of
@@ -43,10 +44,16 @@ def _by_themselves(mapper: WeightsMapper) -> Iterator[Finding]:
         for old, new in table.items():
             if new is not None and old and old != new and old in new and (stage != "prefix" or starts(new, old)):
                 yield Finding(
-                    "own-output", f"{stage} {old!r} -> {new!r}", "would fire on its own output; held back there"
+                    "own-output",
+                    f"{stage} {old!r} -> {new!r}",
+                    "would fire on its own output; held back, so harmless",
                 )
         if stage == "prefix" and table.get(""):
-            yield Finding("own-output", f"prefix '' -> {table['']!r}", "would fire on its own output; held back there")
+            yield Finding(
+                "own-output",
+                f"prefix '' -> {table['']!r}",
+                "would fire on its own output; held back, so harmless",
+            )
     yield from _raw_stacked(mapper.stacked_rules)
 
 
@@ -75,13 +82,14 @@ def _raw_stacked(rules: Sequence[Stacked]) -> Iterator[Finding]:
     for rule in rules:
         targets[rule.target].append(rule)
         if rule.old in rule.new and rule.old != rule.new:
-            yield Finding("own-output", f"stacked {rule}", "would fire on its own output; held back there")
+            yield Finding("own-output", f"stacked {rule}", "would fire on its own output; held back, so harmless")
         for other in rules:
             if other is not rule and other.number > rule.number and other.old in rule.new:
                 yield Finding(
                     "own-output",
                     f"stacked {other}",
-                    f"as raw text it would also hit what {rule.old!r} makes ({rule.new!r}); only whole components match here",
+                    f"as raw text it would also hit what {rule.old!r} makes ({rule.new!r}); only whole components match "
+                    "here, so it is harmless",
                 )
         first = seen.setdefault(rule.parts, rule)
         if first is not rule:
@@ -99,27 +107,36 @@ def _raw_stacked(rules: Sequence[Stacked]) -> Iterator[Finding]:
 
 def _by_names(mapper: WeightsMapper, names: Sequence[str], home: set[str] | None) -> Iterator[Finding]:
     fired: set[tuple[str, str]] = set()
+    held: dict[tuple[str, str], str] = {}
     inside: dict[tuple[str, str], str] = {}
-    places: dict[Mapped, list[str]] = defaultdict(list)
+    sources: dict[Mapped, list[str]] = defaultdict(list)
     for name in names:
-        reading = mapper.read(name, None if home is None else home.__contains__)
-        for step in reading.steps:
-            if step.after != step.before:
-                fired.add((step.stage, step.rule))
-                if step.inside:
-                    inside.setdefault((step.stage, step.rule), step.before)
-        if reading.mapped is not None:
-            places[_hashable(reading.mapped)].append(name)
-            if home is not None and reading.mapped.name not in home:
-                yield _homeless(name, reading.mapped, reading.steps, home)
-    for stage, rule in mapper.rules():
-        if (stage, rule) not in fired:
-            yield Finding("never-fires", f"{stage} {rule}", f"it changes none of the {len(names):,} names")
-    for (stage, rule), name in inside.items():
-        yield Finding("inside-component", f"{stage} {rule}", f"it hits inside a component of {name!r}")
-    for mapped, sources in places.items():
-        if len(sources) > 1:
-            yield Finding("collision", "", f"{sources[0]!r} and {sources[1]!r} both map to {_show(mapped)}")
+        places, steps = mapper.places(name, None if home is None else home.__contains__)
+        for step in steps:
+            rule = step.stage, step.rule
+            if step.after != step.before or (home is None and step.stage == "split"):
+                fired.add(rule)
+            else:
+                held.setdefault(rule, f" ({step.why})")
+            if step.inside:
+                inside.setdefault(rule, step.before)
+        for place in places:
+            sources[_hashable(Mapped(place.name, place.shard))].append(name)
+            if home is not None and place.name not in home:
+                yield _homeless(name, Mapped(place.name, place.shard), steps, home)
+    for rule in mapper.rules():
+        if rule not in fired:
+            yield Finding(
+                "never-fires", " ".join(rule), f"it changes none of the {len(names):,} names{held.get(rule, '')}"
+            )
+    for glob in mapper.transposed:
+        if not any(fnmatchcase(name, glob) for name in names):
+            yield Finding("never-fires", f"transposed {glob!r}", f"it matches none of the {len(names):,} names")
+    for rule, name in inside.items():
+        yield Finding("inside-component", " ".join(rule), f"it hits inside a component of {name!r}")
+    for mapped, those in sources.items():
+        if len(those) > 1:
+            yield Finding("collision", "", f"{those[0]!r} and {those[1]!r} both map to {_show(mapped)}")
 
 
 def _homeless(name: str, mapped: Mapped, steps: Sequence[Step], home: set[str]) -> Finding:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from streamload.errors import MappingError
-from streamload.mapping.composed import Composed, Named
+from streamload.mapping.composed import Named, named
 from streamload.mapping.engine import Engine, Reading
 from streamload.mapping.lint import Finding, lint
 from streamload.mapping.rules import AtHome, Literal, Pattern, ShardId, Split, Stacked, check_shard, text_of
@@ -97,13 +97,15 @@ class WeightsMapper(Named):
             table = getattr(self, f"orig_to_new_{stage}")
             yield from ((stage, str(rule)) for rule in _literals(table) if rule.old != rule.new)
         yield from (("stacked", str(rule)) for rule in self.stacked_rules)
+        yield from (("split", str(rule)) for rule in self.split_rules)
 
     def read(self, name: str, at_home: AtHome | None = None) -> Reading:
         """What becomes of ``name`` and how; ``at_home`` tells which names the module has, where it is known."""
         return self._engine.read(name, at_home)
 
-    def __or__(self, other: WeightsMapper) -> WeightsMapper:
+    def __or__(self, other: Any) -> WeightsMapper:
         """The rules of both, those of ``other`` after ours. Raises MappingError when they say different things of one text."""
+        other = _with_rules(other)
         for stage in _TABLES:
             ours, theirs = getattr(self, stage), getattr(other, stage)
             for old in _keys(ours).keys() & _keys(theirs).keys():
@@ -114,17 +116,14 @@ class WeightsMapper(Named):
                     )
         return self.override(other)
 
-    def override(self, other: WeightsMapper) -> WeightsMapper:
+    def override(self, other: Any) -> WeightsMapper:
         """The rules of both; where they say different things of one text, ``other`` wins, at the place of ours."""
+        other = _with_rules(other)
         tables = {stage: _merged(getattr(self, stage), getattr(other, stage)) for stage in _TABLES}
         renaming = [*self.orig_to_new_renaming]
         renaming += [rule for rule in other.orig_to_new_renaming if rule not in renaming]
         transposed = list(dict.fromkeys([*self.transposed, *other.transposed]))
         return WeightsMapper(orig_to_new_renaming=renaming, transposed=transposed, **tables)
-
-    def then(self, other: Named) -> Composed:
-        """First this mapper, then ``other`` on what it gives: ``a.then(b)(name) == b(a(name))``."""
-        return Composed([self, other])
 
     def renames_only(self) -> WeightsMapper:
         """A mapper without stacked and dropping rules, for those who name modules instead of loading them: LoRA targets,
@@ -149,6 +148,17 @@ class WeightsMapper(Named):
 _TABLES = [
     each.name for each in fields(WeightsMapper) if each.name not in ("orig_to_new_renaming", "transposed")
 ]  # the stages whose rules are found by a key
+
+
+def _with_rules(mapper: Any) -> WeightsMapper:
+    """``mapper``, ours or vLLM's. Raises MappingError when it is neither, so that its rules cannot be merged."""
+    found = named(mapper)
+    if not isinstance(found, WeightsMapper):
+        raise MappingError(
+            f"expected another WeightsMapper to merge with, found {type(mapper).__name__}; "
+            "use first.then(second) to ask one after the other"
+        )
+    return found
 
 
 def _literals(table: Mapping[str, str | None]) -> list[Literal]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from streamload import BudgetError, Checkpoint, LoadError, load, plan
+from streamload import BudgetError, Checkpoint, LoadError, WeightsMapper, load, plan
 from streamload.integrations.transformers import build_model
 from tests.integrations.architectures import Sizes, architectures
 
@@ -225,3 +225,9 @@ def test_a_computation_that_makes_something_else_is_an_error(tmp_path):
     path = write_safetensors(tmp_path / "m.safetensors", tensors)
     with pytest.raises(LoadError, match=r"expected to make .*pooler.dense.weight.*but it made .*pooler.dense.other"):
         load(AddsOne(AddsOneConfig(**ENCODER)), path)
+
+
+def test_a_mapper_that_switches_the_conversions_off_is_told(tmp_path):
+    model = altered(tmp_path, lambda tensors: None)
+    with pytest.raises(LoadError, match="mapper= stands in for the conversions of checkpoints that transformers has"):
+        load(model, tmp_path, mapper=WeightsMapper())

@@ -377,3 +377,36 @@ def test_sizes_that_nobody_can_check_are_noted(tmp_path):
         "layers.*.gate_up_proj.weight: its 4 rows are not cut alike in all layers: 0 2 + 1 2 in "
         "layers.0.gate_up_proj.weight and 1 more; 0 1 + 1 3 in layers.2.gate_up_proj.weight"
     ]
+
+
+def test_a_misspelt_target_is_told(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", grouped_query())
+    mapper = WeightsMapper(orig_to_new_stacked=QKV | {".k_proj": (".qkv_porj", "k")})
+    model = empty({"a.qkv_proj.weight": (16, 8)})
+    with pytest.raises(LoadError) as caught:
+        load(model, path, mapper=mapper)
+    why = "does not fire: the module has no 'a.qkv_porj.weight'"
+    assert f"a.k_proj.weight: stacked rule '.k_proj' -> '.qkv_porj' part 'k' {why}" in str(caught.value)
+    findings = [str(each) for each in mapper.lint(grouped_query(), model) if each.kind == "never-fires"]
+    assert findings == [
+        "never-fires: stacked '.k_proj' -> '.qkv_porj' part 'k': it changes none of the 3 names "
+        "(the module has no 'a.qkv_porj.weight')"
+    ]
+
+
+def test_explain_and_lint_know_what_is_spread_and_what_is_transposed():
+    mapper = WeightsMapper(split={"qkv": ["q", "k", "v"], "kv": ["k", "w"]}, transposed=["*.c_fc.weight", "nothing.*"])
+    home = ["a.q.weight", "a.k.weight", "a.v.weight", "a.c_fc.weight"]
+    names = ["a.qkv.weight", "a.kv.weight", "a.c_fc.weight"]
+    spread, missed, turned = (str(mapper.explain(name, home)) for name in names)
+    assert spread.splitlines()[-1] == "= spread over a.q.weight, a.k.weight, a.v.weight"
+    assert missed.splitlines()[1:3] == ["  split 'kv' -> ('k', 'w'): the module has no 'a.w.weight'", "= a.kv.weight"]
+    assert "NOT in the module" in missed
+    assert turned.splitlines()[-1] == "= a.c_fc.weight, transposed (no rule fired)"
+    assert "where the module has them" in str(mapper.explain("a.qkv.weight"))
+    assert [each.kind for each in mapper.lint(names)] == ["never-fires"]
+    assert [str(each)[:60] for each in mapper.lint(names, home)] == [
+        "not-in-module: 'a.kv.weight' maps to 'a.kv.weight', which th",
+        "never-fires: split 'kv' -> ('k', 'w'): it changes none of th",
+        "never-fires: transposed 'nothing.*': it matches none of the ",
+    ]

@@ -275,3 +275,26 @@ def test_the_explanation_reads_line_by_line():
     told = mapper.explain("a.w", {"b.weight_g"})
     assert told.at_home is False
     assert "NOT in the module" in str(told)
+
+
+def test_a_callable_follows_a_mapper_and_what_is_none_is_refused():
+    mapper = WeightsMapper(orig_to_new_prefix={"a.": "b."}).then(lambda name: None if "drop" in name else name.upper())
+    assert [mapper.map_name(name) for name in ("a.x", "a.drop")] == ["B.X", None]
+    assert mapper.explain("a.x").steps[-1].after == "B.X"
+    with pytest.raises(MappingError, match=r"expected a WeightsMapper.*found NoneType"):
+        mapper.then(None)
+    with pytest.raises(MappingError, match=r"use first.then\(second\)"):
+        mapper | WeightsMapper()
+    with pytest.raises(MappingError, match=r"merge with, found function; use first.then"):
+        WeightsMapper() | (lambda name: name)
+    with pytest.raises(MappingError, match="found dict"):
+        WeightsMapper().override({})
+    with pytest.raises(MappingError, match="turns 'x' into 3; expected a name"):
+        WeightsMapper().then(lambda name: 3).map_name("x")
+
+
+def test_lint_of_composed_mappers_judges_each_by_what_the_one_before_it_makes():
+    first = WeightsMapper(orig_to_new_prefix={"a.": "b."})
+    second = WeightsMapper(orig_to_new_prefix={"a.": "c.", "b.": "d."})
+    [finding] = first.then(second).lint(["a.x"], ["d.x"])
+    assert (finding.kind, finding.rule) == ("never-fires", "prefix 'a.' -> 'c.'")
