@@ -18,7 +18,7 @@ from streamload.loading.blocks import Untraceable
 from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.naming import Route
 from streamload.loading.operation import Operation
-from streamload.loading.targets import Target, Targets, torch_dtype
+from streamload.loading.targets import Targets, torch_dtype
 from streamload.loading.tracing import Moved, trace
 from streamload.mapping.rules import Place
 
@@ -110,7 +110,7 @@ class TransformersConversions:
         for name, spec in specs.items():
             by_pattern.setdefault(patterns[name], []).append(spec)
         converter = self._by_pattern[next(iter(by_pattern))]
-        shape = self._target(group).shape
+        shape = self._targets.first(group).shape
         if (wrong := wrong_numbers(group, by_pattern, _experts(converter, shape))) is not None:
             return wrong
         try:
@@ -131,9 +131,6 @@ class TransformersConversions:
         except Untraceable as error:
             return self._operation(group, specs, by_pattern, error)
 
-    def _target(self, name: str) -> Target:
-        return self._targets.specs[self._targets.aliases.get(name, name)]
-
     def _run(self, group: str, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         converter = copy.deepcopy(self._by_pattern[next(iter(tensors))])
         for pattern, values in tensors.items():
@@ -148,7 +145,7 @@ class TransformersConversions:
         by_pattern: Mapping[str, list[TensorSpec]],
         why: Untraceable,
     ) -> Operation:
-        dtype = torch_dtype(self._target(group).dtype)  # the library casts what it reads before it computes
+        dtype = torch_dtype(self._targets.first(group).dtype)  # the library casts what it reads before it computes
         shapes = {
             pattern: [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in members]
             for pattern, members in by_pattern.items()

@@ -43,9 +43,9 @@ def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
     """
     most = 0
     for operation in made.operations:
-        item = max(BITS[targets.specs[targets.aliases.get(name, name)].dtype] for name in operation.targets) // 8
+        item = max(BITS[targets.first(name).dtype] for name in operation.targets) // 8
         sources = sum(spec.nbytes + 2 * spec.numel * item for spec in operation.sources.values())
-        need = sources + 2 * sum(targets.specs[targets.aliases.get(name, name)].nbytes for name in operation.targets)
+        need = sources + 2 * sum(targets.first(name).nbytes for name in operation.targets)
         if need > room:
             raise BudgetError(
                 f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "

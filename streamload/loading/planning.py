@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from streamload.checkpoint import Checkpoint
 from streamload.checkpoint.spec import Stamp
 from streamload.loading.buffers import stranded_attributes
+from streamload.loading.fitting import Fitter
 from streamload.loading.fused import Fused, could_fill
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Keys
@@ -110,9 +111,9 @@ def make_plan(
     router = Router(targets, mapper)
     matched = Matched(plan, targets, router, unexpected)
     matched.take(checkpoint.tensors)
-    fitting = matched.fitting()
+    fitting = Fitter(plan, targets).fit_all(matched.arrived)
     plan.operations = matched.operations
-    _place(plan, targets, fitting)
+    _place(plan, targets, _without_raw_memory(fitting, targets, matched))
     _find_missing(plan, targets, matched, missing, router)
     if router.conversions is not None:
         plan.prefix = router.conversions.prefix
@@ -121,6 +122,18 @@ def make_plan(
     if mapper is not None and not plan.ok and (library := router.library):
         plan.notes.append(f"mapper= stands in for the conversions of checkpoints that {library} has of its own")
     return plan
+
+
+def _without_raw_memory(
+    fitting: dict[str, list[Placement]], targets: Targets, matched: Matched
+) -> dict[str, list[Placement]]:
+    """``fitting`` without parts of targets on meta that will not be filled: the rest of them would be raw memory."""
+    lacking = [name for name in matched.lacking() if name in targets.tensors and targets.tensors[name].is_meta]
+    return (
+        {name: made for name, made in fitting.items() if targets.first(name).name not in lacking}
+        if lacking
+        else fitting
+    )
 
 
 def _place(plan: LoadPlan, targets: Targets, fitting: Mapping[str, list[Placement]]) -> None:

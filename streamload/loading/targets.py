@@ -77,6 +77,10 @@ class Targets:
         """Whether there is a parameter or a buffer of that name."""
         return name in self.specs or name in self.aliases or name in self.recomputed
 
+    def first(self, name: str) -> Target:
+        """The target that ``name``, which may be an alias, stands for."""
+        return self.specs[self.aliases.get(name, name)]
+
     def known(self) -> list[str]:
         """All names, tied ones included."""
         return [*self.specs, *self.aliases]
