@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError
-from streamload.integrations.gaps import lacks_a_kind, odd_one, wrong_numbers
+from streamload.integrations.gaps import lacks_a_kind, odd_one, whole_group, wrong_numbers
 from streamload.loading.blocks import Untraceable
 from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.naming import Route
@@ -53,6 +53,7 @@ class TransformersConversions:
         self._patterns: dict[str, dict[str, str]] = {}
         self._prefix: str = getattr(model, "base_model_prefix", "") or ""
         self._counts: Counter[str] = Counter()
+        self._is_base = bool(self._prefix) and not hasattr(model, self._prefix)
         self._has_heads = False
         """Whether the checkpoint is of a model with a head and this is the model without."""
         self._ignored = _ignored(model, targets)
@@ -60,14 +61,19 @@ class TransformersConversions:
 
     def sort(self, names: Sequence[str]) -> list[str]:
         """Numbers in their order, so that experts are merged in it."""
-        base = bool(self._prefix) and not hasattr(self._model, self._prefix)
-        self._has_heads = base and any(
-            name.startswith(f"{self._prefix}.") and name[len(self._prefix) + 1 :] in self._home for name in names
-        )
+        for name in names:
+            self._look_for_heads(name)
         return sorted(names, key=self._natural)
+
+    def _look_for_heads(self, name: str) -> None:
+        """A name with the base model's prefix, when this is the base model, tells that the checkpoint is of one with a head."""
+        start = f"{self._prefix}."
+        if not self._has_heads and self._is_base and name.startswith(start) and name[len(start) :] in self._home:
+            self._has_heads = True
 
     def route(self, name: str) -> Route:
         """Where transformers puts the stored tensor ``name``."""
+        self._look_for_heads(name)
         renamed, pattern = self._rename(name)
         if pattern is not None and renamed in self._home:
             self._patterns.setdefault(renamed, {})[name] = pattern
@@ -105,10 +111,7 @@ class TransformersConversions:
         self, group: str, specs: Mapping[str, TensorSpec]
     ) -> dict[str, Moved] | Operation | Incomplete | Mismatch:
         """The tensors that the group becomes, or why it cannot be converted."""
-        patterns = self._patterns[group]
-        by_pattern: dict[str, list[TensorSpec]] = {}
-        for name, spec in specs.items():
-            by_pattern.setdefault(patterns[name], []).append(spec)
+        by_pattern = self._sorted_out(group, specs)
         converter = self._by_pattern[next(iter(by_pattern))]
         shape = self._targets.first(group).shape
         if (wrong := wrong_numbers(group, by_pattern, _experts(converter, shape))) is not None:
@@ -122,6 +125,26 @@ class TransformersConversions:
         if isinstance(made, dict) and group in made and made[group].shape != shape:
             return lacks_a_kind(group, by_pattern, converter.source_patterns) or odd_one(group, by_pattern) or made
         return made
+
+    def foresee(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec] | None:
+        """All tensors of the group by name, also those that have not come yet; ``None`` while they are not known."""
+        by_pattern = self._sorted_out(group, specs)
+        converter = self._by_pattern[next(iter(by_pattern))]
+        if set(by_pattern) != set(converter.source_patterns):
+            return None
+        whole = whole_group(by_pattern, _experts(converter, self._targets.first(group).shape))
+        if whole is None:
+            return None
+        self._patterns[group] |= {spec.name: pattern for pattern, members in whole.items() for spec in members}
+        found = {spec.name: spec for members in whole.values() for spec in members}
+        return {name: found[name] for name in sorted(found, key=self._natural)}
+
+    def _sorted_out(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, list[TensorSpec]]:
+        """``specs`` by the pattern that they match."""
+        by_pattern: dict[str, list[TensorSpec]] = {}
+        for name, spec in specs.items():
+            by_pattern.setdefault(self._patterns[group][name], []).append(spec)
+        return by_pattern
 
     def _made(
         self, group: str, specs: Mapping[str, TensorSpec], by_pattern: Mapping[str, list[TensorSpec]]

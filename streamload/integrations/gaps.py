@@ -26,6 +26,24 @@ def wrong_numbers(name: str, group: Group, count: int | None) -> Incomplete | Mi
     return _incomplete(name, wanted, numbered, list(numbered))
 
 
+def whole_group(group: Group, count: int | None) -> dict[str, list[TensorSpec]] | None:
+    """The group with all tensors that will come, where some of each pattern have: experts are alike. ``None`` when it is not
+    known which.
+    """
+    if not any("*" in pattern for pattern in group):
+        return {pattern: list(specs) for pattern, specs in group.items()}
+    numbered = {pattern: _numbered(pattern, specs) for pattern, specs in group.items()}
+    if count is None or not all(numbered.values()):
+        return None
+    return {
+        pattern: [
+            found.get(number) or next(iter(found.values()))._replace(name=_name(number, pattern, numbered))
+            for number in range(count)
+        ]
+        for pattern, found in numbered.items()
+    }
+
+
 def lacks_a_kind(name: str, group: Group, patterns: Sequence[str]) -> Incomplete | None:
     """Patterns that no stored tensor of the group matches."""
     absent = [pattern for pattern in patterns if pattern not in group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import castable, narrows
@@ -46,17 +46,24 @@ class Fitter:
             self._mismatch(name, expected, found, first)
         self._keys.notes += notes_on_sizes(fused)
 
-    def fit(self, name: str, arrival: Arrival) -> list[Placement]:
-        """Placements for as much of ``arrival`` as has a known place in ``name``; none when it does not fit."""
+    def refuses(self, name: str) -> bool:
+        """Whether something that does not fit has arrived at ``name``."""
+        return name in self._misfits or self._targets.first(name).name in self._misfits
+
+    def fit(self, name: str, arrival: Arrival, *, latest: bool = False) -> list[Placement]:
+        """Placements for as much of ``arrival`` as has a known place in ``name``; none when it does not fit.
+
+        ``latest``: of an arrival that comes in parts, those placements that its last part can have an influence on.
+        """
         target = self._targets.first(name)
-        if name in self._misfits or target.name in self._misfits:
+        if self.refuses(name):
             return []
         if isinstance(arrival, TensorSpec):
             return [Placement(arrival, target.name)] if self._fits(target, arrival, name) else []
         if isinstance(arrival, Cut):
             return self._cut(target, name, arrival)
         if isinstance(arrival, Fused):
-            return self._parts(target, name, arrival)
+            return self._parts(target, name, arrival, [arrival.latest] if latest else None)
         if isinstance(arrival, Blocks):
             return self._blocks(target, name, arrival)
         self._check_made(target, name, arrival)
@@ -78,13 +85,14 @@ class Fitter:
         rows = (cut(sizes, which), *((0, size) for size in spec.shape[1:]))
         return [Placement(spec, target.name, rows, None)]
 
-    def _parts(self, target: Target, name: str, fused: Fused) -> list[Placement]:
-        if (wrong := fused.misfit()) is not None:
+    def _parts(self, target: Target, name: str, fused: Fused, numbers: Sequence[int | None] | None) -> list[Placement]:
+        if (wrong := fused.misfit(numbers)) is not None:
             self._mismatch(name, *wrong, fused.arrivals[0].spec)
             return []
-        kinds = {arrival.spec.dtype: arrival.spec for arrival in fused.arrivals}
+        arrivals = fused.arrivals if numbers is None else fused.arrivals[-1:]
+        kinds = {arrival.spec.dtype: arrival.spec for arrival in arrivals}
         fits = [self._may_cast(target, spec, name) for spec in kinds.values()]
-        return fused.placements() if all(fits) else []
+        return fused.placements(numbers) if all(fits) else []
 
     def _blocks(self, target: Target, name: str, arrival: Blocks) -> list[Placement]:
         first, moved = arrival

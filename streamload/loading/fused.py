@@ -52,24 +52,23 @@ class Fused:
                         "them has to be renamed or dropped"
                     )
 
-    def misfit(self) -> tuple[str, str] | None:
-        """What was expected and what was found, when the sizes of what has arrived cannot be right."""
+    def misfit(self, numbers: Sequence[int | None] | None = None) -> tuple[str, str] | None:
+        """What was expected and what was found, when the sizes of what has arrived cannot be right.
+
+        ``numbers``: look at these experts only, and not at how they compare with others.
+        """
         shape = self.target.shape[1:] if self._experts else self.target.shape
         if self._experts and not self.target.shape:
             return "a number for each expert", "a parameter that is a single number"
-        if (
-            outside := [
-                each for each in self.arrivals if each.number is not None and each.number >= self.target.shape[0]
-            ]
-        ) != []:
-            return f"{self.target.shape[0]} experts", f"number {outside[0].number} ({outside[0].spec.name})"
-        for arrival in self.arrivals:
+        for arrival in self._some(numbers):
+            if arrival.number is not None and arrival.number >= self.target.shape[0]:
+                return f"{self.target.shape[0]} experts", f"number {arrival.number} ({arrival.spec.name})"
             if self._axis(arrival) is None:
                 return _any_part_of(shape, arrival), f"{arrival.spec.name} of shape {list(arrival.spec.shape)}"
-        for number in self._of:
+        for number in self._of if numbers is None else numbers:
             if (wrong := self._wrong_sum(number, shape)) is not None:
                 return wrong
-        return self._cut_otherwise()
+        return self._cut_otherwise() if numbers is None else None
 
     def _cut_otherwise(self) -> tuple[str, str] | None:
         """The first expert whose parts are not as long as those of the one before it."""
@@ -97,9 +96,21 @@ class Fused:
             for each, axis in zip(arrivals, axes, strict=True)
         }
 
-    def placements(self) -> list[Placement]:
-        """A placement for everything whose place is known."""
-        regions = [(arrival.spec, self._region(arrival)) for arrival in self.arrivals]
+    def _some(self, numbers: Sequence[int | None] | None) -> Iterable[_Arrival]:
+        return self.arrivals if numbers is None else [each for number in numbers for each in self._of[number]]
+
+    def expects(self, name: str) -> int:
+        """How many parts the stored tensor ``name`` fills."""
+        return sum(each.spec.name == name for each in self._of[self.latest])
+
+    @property
+    def latest(self) -> int | None:
+        """The number of the expert of which a part arrived last."""
+        return self.arrivals[-1].number if self.arrivals else None
+
+    def placements(self, numbers: Sequence[int | None] | None = None) -> list[Placement]:
+        """A placement for everything whose place is known, of some experts only or of all."""
+        regions = [(arrival.spec, self._region(arrival)) for arrival in self._some(numbers)]
         return [_placed(spec, self.target.name, region) for spec, region in regions if region is not None]
 
     def incomplete(self) -> Incomplete | None:

@@ -46,6 +46,15 @@ class Ledger:
             self.last = tag
         self.bytes_read += bytes_read
 
+    def add(self, placement: Placement) -> None:
+        """Book a placement that is complete already."""
+        self.last = len(self.placements)
+        self.placements.append(placement)
+        self._left.append(0)
+        self.written += 1
+        for count in ("bytes_wanted", "bytes_written", "bytes_read"):
+            setattr(self, count, getattr(self, count) + placement.nbytes)
+
     def unwritten(self) -> list[str]:
         """Names of targets of which a byte is still missing, or was written twice."""
         return [placement.target for placement, left in zip(self.placements, self._left, strict=True) if left]

@@ -33,7 +33,7 @@ class Conversions(Protocol):
     """What a library knows about the layouts of its models' checkpoints."""
 
     def sort(self, names: Sequence[str]) -> list[str]:
-        """The order in which ``route`` has to be asked."""
+        """The order in which tensors are to be converted."""
 
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""
@@ -42,6 +42,9 @@ class Conversions(Protocol):
         self, group: str, specs: Mapping[str, TensorSpec]
     ) -> dict[str, Moved] | Operation | Incomplete | Mismatch:
         """Where the tensors of a group go: moves of rectangles, or an operation to be run; or what is wrong with them."""
+
+    def foresee(self, group: str, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec] | None:
+        """All tensors of a group in order, when those that have come tell them; else ``None``."""
 
     def allow_missing(self, name: str) -> str | None:
         """The rule under which the parameter ``name`` may be missing."""
@@ -63,6 +66,8 @@ class Router:
         module = targets.module
         self.library = _library_of(module)
         """The one that the module comes from, if it may have conversions of its own."""
+        self.overridden = mapper is not None and bool(self.library)
+        """Whether a mapper was given in place of them."""
         if mapper is None and module is not None:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
             if mapper is None and self.library:

@@ -114,14 +114,22 @@ def make_plan(
     fitting = Fitter(plan, targets).fit_all(matched.arrived)
     plan.operations = matched.operations
     _place(plan, targets, _without_raw_memory(fitting, targets, matched))
+    conclude(plan, targets, matched, router, (unexpected, missing))
+    return plan
+
+
+def conclude(
+    plan: LoadPlan, targets: Targets, matched: Matched, router: Router, ignores: tuple[Ignore, Ignore]
+) -> None:
+    """Say in ``plan`` what is missing, and what else there is to say once all names have been seen."""
+    unexpected, missing = ignores
     _find_missing(plan, targets, matched, missing, router)
     if router.conversions is not None:
         plan.prefix = router.conversions.prefix
         plan.notes += router.conversions.notes()
     plan.notes += [*unexpected.unused(), *missing.unused()]
-    if mapper is not None and not plan.ok and (library := router.library):
-        plan.notes.append(f"mapper= stands in for the conversions of checkpoints that {library} has of its own")
-    return plan
+    if router.overridden and not plan.ok:
+        plan.notes.append(f"mapper= stands in for the conversions of checkpoints that {router.library} has of its own")
 
 
 def _without_raw_memory(
