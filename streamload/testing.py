@@ -83,3 +83,50 @@ def module_of(tensors: Mapping[str, Tensor], *, buffers: Iterable[str] = ()) -> 
         else:
             owner.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     return root
+
+
+class RingSource:
+    """A one-pass stream that lends ``slots`` buffers in turn: a tensor is overwritten when its slot comes round again.
+
+    ``tensors``: what to stream, by name, in this order. What is read after its time is NaN, or the bytes 0xFF where a dtype has
+    no NaN: slots are poisoned before they are reused, and all of them on close. ``steps`` counts how often it was asked.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], slots: int = 1) -> None:
+        self._items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        self._slots = slots
+        self._ring: list[Tensor] = []
+        self.steps = 0
+        self.closed = False
+
+    def __iter__(self) -> RingSource:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        if self.closed:
+            raise StopIteration
+        self.steps += 1
+        try:
+            name, tensor = next(self._items)
+        except StopIteration:
+            self.close()
+            raise
+        return name, self._lend(tensor)
+
+    def close(self) -> None:
+        """Poison everything that was lent."""
+        self.closed = True
+        for slot in self._ring:
+            slot.fill_(0xFF)
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        nbytes = tensor.numel() * tensor.element_size()
+        at = (self.steps - 1) % self._slots
+        if at == len(self._ring):
+            self._ring.append(torch.empty(0, dtype=torch.uint8))
+        slot = self._ring[at]
+        slot.fill_(0xFF)
+        if slot.numel() < nbytes:
+            slot = self._ring[at] = torch.empty(nbytes, dtype=torch.uint8)
+        lent = slot[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else torch.empty_like(tensor)
+        return lent.copy_(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from streamload.errors import LoadError
 from streamload.loading.skeleton import skeleton
-from streamload.loading.targets import own_attributes
+from streamload.loading.targets import Targets, own_attributes
 
 #: How many containers are opened one inside the other.
 _DEEPEST = 4
@@ -78,13 +78,10 @@ def restore_buffers(model: nn.Module, factory: Callable[[], nn.Module], *, exact
     return [Spoiled(slot.name, slot.kind, why) for slot, _, why in found]
 
 
-def stranded_attributes(owners: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Plain tensor attributes that are on the meta device, where nobody will ever compute them.
-
-    ``owners``: modules with their dotted prefixes; those below them are not looked at.
-    """
-    slots = (slot for dotted, owner in owners for slot in _attributes(dotted, owner))
-    return [slot.name for slot in slots if slot.tensor.is_meta]
+def stranded(targets: Targets) -> list[str]:
+    """Non-persistent buffers and plain tensor attributes on the meta device, where nobody will ever compute them."""
+    slots = (slot for dotted, owner in targets.holders for slot in _attributes(dotted, owner))
+    return [*targets.stranded, *(slot.name for slot in slots if slot.tensor.is_meta)]
 
 
 def _nothing(model: nn.Module, exact_dtype: bool) -> str:

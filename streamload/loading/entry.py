@@ -9,40 +9,32 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streamload.checkpoint import Checkpoint
-from streamload.errors import BudgetError, LoadError
+from streamload.errors import LoadError
+from streamload.loading.buffers import stranded
 from streamload.loading.execute import Execution, needs_windows
-from streamload.loading.failure import clear_frames, where
-from streamload.loading.forecast import forecast, resident
-from streamload.loading.keys import Keys, summarise
-from streamload.loading.ledger import Ledger
-from streamload.loading.mark import mark, marked, put, settle
-from streamload.loading.planning import LoadPlan, make_plan
+from streamload.loading.failure import clear_frames
+from streamload.loading.forecast import budget_for, forecast, host_bytes, resident
+from streamload.loading.ignore import Ignore
+from streamload.loading.keys import Keys
+from streamload.loading.naming import Router
+from streamload.loading.onepass import OnePass, Order
+from streamload.loading.planning import Forecast, LoadPlan, make_plan
 from streamload.loading.report import LoadReport
+from streamload.loading.run import Progress, Run, Teller, refuse_misfits
 from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
-from streamload.memory import Meter
 from streamload.memory.collector import quiet_collector
-from streamload.memory.meter import trim
 from streamload.sources.staging import FIXED_OVERHEAD
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]
 """``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
 
+Stream = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
+"""Tensors by name that are in memory, or come by one after the other; each is used before the next is asked for."""
+
 _BACKENDS = ("auto", "direct")
-
-
-class Progress(NamedTuple):
-    """How far a load has come; what a progress callback gets."""
-
-    bytes_done: int
-    bytes_total: int
-    tensors_done: int
-    tensors_total: int
-    tensor: str
-    """The tensor that was written to last."""
-    file: str
 
 
 def plan(
@@ -79,7 +71,7 @@ def plan(
 
 def load(
     model: nn.Module,
-    weights: str | os.PathLike[str] | Checkpoint,
+    weights: str | os.PathLike[str] | Checkpoint | Stream,
     *,
     mapper: Any = None,
     strict: bool = True,
@@ -97,7 +89,10 @@ def load(
     """Read the weights of a checkpoint into ``model``, straight from the files into its parameters.
 
     ``model``: any module, built as usual or inside ``skeleton()``. ``weights``: a folder, a file, the name of a model in the
-    Hugging Face cache, or an open Checkpoint. ``mapper``: a WeightsMapper, vLLM's, anything with ``map_name``, or a callable,
+    Hugging Face cache, or an open Checkpoint; or a state_dict, or any iterable of (name, tensor). Such a stream is taken in one
+    tensor at a time, each before the next is asked for, so it may reuse its memory; what cannot be put in place before
+    others have come is cloned meanwhile, within ``memory_limit``, and counted in the report. Names that do not fit are told
+    once it has passed. ``mapper``: a WeightsMapper, vLLM's, anything with ``map_name``, or a callable,
     from a stored name to the module's name, or to ``None``, which drops the tensor. ``None`` means the module's own
     ``hf_to_vllm_mapper``, else the conversions of the library that it comes from, else that names stay.
 
@@ -201,7 +196,7 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
             ignore_unexpected=options.ignore_unexpected,
             ignore_missing=options.ignore_missing,
         )
-        already = resident(made, targets)
+        already = resident(made.filled(), targets)
     forecast(made, targets, already, device, options.memory_limit, options.threads)
     return _Prepared(made, targets, device, already, started)
 
@@ -216,23 +211,60 @@ def _targets(model: nn.Module | Table, dtype: str | None) -> Targets:
 
 def _open(weights: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(weights, (str, os.PathLike)):
-        raise LoadError(f"weights: expected a path, a name or a Checkpoint, found {type(weights).__name__}")
+        raise LoadError(
+            f"weights: expected a path, a name or a Checkpoint, found {type(weights).__name__}; a stream of tensors can be "
+            "loaded but not planned, since its names are known only once it has passed"
+        )
     return Checkpoint.open(weights)
 
 
 def _load(
-    model: nn.Module, weights: str | os.PathLike[str] | Checkpoint, options: _Options, *, strict: bool, untie: bool
+    model: nn.Module,
+    weights: str | os.PathLike[str] | Checkpoint | Stream,
+    options: _Options,
+    *,
+    strict: bool,
+    untie: bool,
 ) -> LoadReport:
     if not isinstance(model, nn.Module):
         raise LoadError(f"model: expected an nn.Module to load into, found {type(model).__name__}")
+    if not isinstance(weights, (str, os.PathLike, Checkpoint)):
+        if not isinstance(weights, Iterable):
+            raise LoadError(
+                "weights: expected a path, a name, a Checkpoint, a state_dict or an iterable of (name, tensor), found "
+                f"{type(weights).__name__}"
+            )
+        return _take_in(model, weights, options, strict=strict, untie=untie)
     with quiet_collector() as spare:
         _check_device(options.where)
         prepared = _prepare(model, weights, options)
         spare()
         report = _report(prepared.plan)
         if strict:
-            _refuse_misfits(prepared.plan, model, report)
-        _execute(prepared, model, report, options.progress, untie)
+            refuse_misfits(prepared.plan, model, report)
+        teller = Teller(options.progress) if options.progress is not None else None
+        work = Execution(prepared.plan, prepared.targets, prepared.device, teller)
+        Run(work, model, report, prepared.resident, prepared.started, teller)(untie=untie)
+    return report
+
+
+def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bool, untie: bool) -> LoadReport:
+    """Load from a stream, whose names are known only once it has passed."""
+    started, device = time.perf_counter(), options.where
+    _check_device(device)
+    targets = module_targets(model, options.code)
+    made = LoadPlan(known=targets.known(), stranded=stranded(targets))
+    params, already = host_bytes(targets.specs, targets, device), resident(targets.specs, targets)
+    budget = budget_for(params, already, options.memory_limit)
+    made.forecast = Forecast(params, budget)
+    unexpected = Ignore("ignore_unexpected", options.ignore_unexpected)
+    unexpected.refuse_exact(made.known)
+    missing = Ignore("ignore_missing", options.ignore_missing)
+    report = _report(made)
+    teller = Teller(options.progress, params) if options.progress is not None else None
+    order = Order(targets, Router(targets, options.mapper), unexpected, missing, device, budget, untie, teller)
+    items = weights.items() if isinstance(weights, Mapping) else weights
+    Run(OnePass(items, made, order), model, report, already, started, teller, refuse_late=strict)(untie=untie)
     return report
 
 
@@ -245,124 +277,5 @@ def _check_device(device: torch.device | None) -> None:
             raise LoadError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _execute(
-    prepared: _Prepared,
-    model: nn.Module,
-    report: LoadReport,
-    progress: Callable[[Progress], None] | None,
-    untie: bool,
-) -> None:
-    made, targets, device, already, started = prepared
-    teller = _Teller(progress) if progress is not None else None
-    execution = Execution(made, targets, teller)
-    names = made.filled()
-    earlier, meter = marked(model), None
-    try:
-        mark(model, "its load has not ended", names)
-        with Meter() as meter:
-            execution.run(names, device, meter)
-            _settle_ties(execution, report, untie)
-            _check_written(execution.ledger)
-    except BaseException as error:
-        place = where(error, execution)
-        if targets.touched:
-            mark(model, f"{type(error).__name__} {place}", ())
-        else:
-            put(model, earlier)
-        _fill(report, execution.ledger, already + (meter.growth if meter else 0), started)
-        if not _is_ours(error, teller):
-            state = f"is only partly loaded: it broke off {place}" if targets.touched else "has not been touched"
-            error.add_note(f"streamload: this {type(model).__name__} {state}")
-            raise
-        raise LoadError(f"load broke off {place}: {error}", report=report) from error
-    finally:
-        trim()
-    loaded = {*names, *(alias for alias, first in targets.aliases.items() if first in names)}
-    for prefix, module in [*targets.marked, ("", model)]:
-        settle(module, loaded, prefix)
-    # Memory that the allocator had at hand is no growth; but all targets are there now.
-    _fill(report, execution.ledger, max(already + meter.growth, made.forecast.params_bytes), started)
-
-
 def _report(made: LoadPlan) -> LoadReport:
     return LoadReport(**{field.name: getattr(made, field.name) for field in fields(Keys)})
-
-
-def _fill(report: LoadReport, ledger: Ledger, peak: int, started: float) -> None:
-    report.bytes_read, report.bytes_wanted = ledger.bytes_read, ledger.bytes_wanted
-    report.peak_host_bytes = peak
-    report.seconds = time.perf_counter() - started
-
-
-def _refuse_misfits(made: LoadPlan, model: nn.Module, report: LoadReport) -> None:
-    if not made.ok:
-        counts = (
-            (len(made.missing_keys), "missing"),
-            (len(made.unexpected_keys), "unexpected"),
-            (len(made.mismatched_keys), "mismatched"),
-            (len(made.stranded), "on meta"),
-        )
-        head = ", ".join(f"{count} {what}" for count, what in counts if count)
-        lines = "".join(f"\n  {line}" for line in made.problems())
-        raise LoadError(
-            f"the checkpoint does not fit {type(model).__name__} ({head}); nothing was read{lines}\n"
-            "  ignore_missing and ignore_unexpected let names pass; strict=False loads what fits",
-            report=report,
-        )
-
-
-def _settle_ties(execution: Execution, report: LoadReport, untie: bool) -> None:
-    differences = execution.differences
-    apart = {difference.copy.alias for difference in differences}
-    equal = {copy.alias: copy.target for copy in execution.plan.copies if copy.alias not in apart}
-    report.notes += [
-        f"{alias}: stored as well as {first}, with equal values; they stay tied" for alias, first in equal.items()
-    ]
-    if differences and not untie:
-        copy, largest = differences[0]
-        amount = f"by up to {largest:g}" if largest else "in their bits"
-        many = f"; {len(apart)} such tensors" if len(apart) > 1 else ""
-        raise LoadError(
-            f"{copy.alias} and {copy.target} are tied in the module but differ in the checkpoint ({amount}{many}); "
-            "untie=True gives each its own memory",
-            report=report,
-        )
-    if differences:
-        execution.untie([copy for copy in execution.plan.copies if copy.alias in apart])
-        for alias in apart:
-            report.notes.append(
-                f"{alias}: untied from {report.tied.pop(alias)}, since the checkpoint stores two values"
-            )
-
-
-def _check_written(ledger: Ledger) -> None:
-    if unwritten := ledger.unwritten():
-        raise LoadError(f"not every byte was written once, which is a fault of streamload: {summarise(unwritten)}")
-
-
-class _Teller:
-    """Turns the books into calls of the user's callback, and remembers whether that failed."""
-
-    def __init__(self, callback: Callable[[Progress], None]) -> None:
-        self._callback = callback
-        self.failure: BaseException | None = None
-
-    def __call__(self, ledger: Ledger) -> None:
-        spec = ledger.placements[ledger.last].spec
-        state = Progress(
-            ledger.bytes_written, ledger.bytes_wanted, ledger.written, len(ledger.placements), spec.name, spec.file
-        )
-        try:
-            self._callback(state)
-        except BaseException as error:
-            self.failure = error
-            raise
-
-
-def _is_ours(error: BaseException, teller: _Teller | None) -> bool:
-    """Whether ``error`` is to be told as a LoadError: not what the user's code raised, and not Ctrl-C."""
-    return (
-        isinstance(error, Exception)
-        and not isinstance(error, BudgetError)
-        and (teller is None or error is not teller.failure)
-    )

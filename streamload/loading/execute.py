@@ -8,96 +8,23 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamload.checkpoint.dtypes import BITS
 from streamload.checkpoint.spec import Stamp
-from streamload.errors import BudgetError, LoadError
 from streamload.loading.ledger import Ledger
-from streamload.loading.operation import Operation
+from streamload.loading.operation import Operation, compute
 from streamload.loading.placement import Placement, Region, pieces, run_of
 from streamload.loading.planning import Copy, LoadPlan
-from streamload.loading.targets import Target, Targets, takes_device_memory, torch_dtype
+from streamload.loading.rectangles import CARRIER, largest_difference
+from streamload.loading.room import make_room, untie
+from streamload.loading.targets import Target, Targets, torch_dtype
 from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
 from streamload.sources.direct import FileReads, read_files
 from streamload.sources.file import file_in_cache
 from streamload.sources.staging import Staging, StagingPool
 from streamload.sources.system import BLOCK
-
-#: Integers of the same width carry any dtype bit for bit, also those that torch cannot copy.
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def make_room(targets: Targets, names: Iterable[str], device: torch.device | None, keep: Collection[str] = ()) -> None:
-    """Give every target in ``names`` real memory of its planned dtype, without touching it.
-
-    Targets on meta move to ``device`` (the CPU when that is ``None``); real ones only change where device or dtype differ.
-    Ties, ``requires_grad``, the class and the attributes of a parameter are kept, and the values of those in ``keep``, which
-    will be filled in part. Raises BudgetError when there is no memory.
-    """
-    wanted = [name for name in names if device is not None or not targets.specs[name].address]
-    for number, name in enumerate(wanted, 1):
-        old, dtype = targets.tensors[name], torch_dtype(targets.specs[name].dtype)
-        where = device or (torch.device("cpu") if old.is_meta else old.device)
-        if not old.is_meta and old.dtype == dtype and old.device == where:
-            continue
-        try:
-            memory = torch.empty(old.shape, dtype=dtype, device=where)
-        except RuntimeError as error:  # torch reports a failed allocation so
-            raise BudgetError(
-                f"no memory for {name} ({targets.specs[name].nbytes:,} bytes on {where}; {number} of {len(wanted)}): "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        if name in keep and not old.is_meta:
-            memory.copy_(old.detach())
-        _replace(targets, name, memory)
-
-
-def _replace(targets: Targets, name: str, memory: Tensor) -> None:
-    """Put ``memory`` under ``name`` and every name tied to it."""
-    assert targets.module is not None
-    targets.touched = True
-    made: dict[int, Tensor] = {}  # names can be tied by memory alone, as a parameter and a buffer, or a frozen one
-    for each in (name, *(alias for alias, first in targets.aliases.items() if first == name)):
-        path, _, key = each.rpartition(".")
-        owner = targets.module.get_submodule(path)
-        slots: dict[str, Tensor | None] = owner._parameters if key in owner._parameters else owner._buffers  # type: ignore[assignment]
-        own = slots[key]
-        assert own is not None
-        if id(own) not in made:
-            made[id(own)] = _like(own, memory)
-        slots[key] = made[id(own)]
-        if each == name:
-            targets.tensors[name] = made[id(own)]
-    targets.specs[name] = targets.specs[name]._replace(address=memory.data_ptr() if memory.is_cpu else 0)
-    (targets.on_device.add if takes_device_memory(memory) else targets.on_device.discard)(name)
-
-
-def _like(old: Tensor, memory: Tensor) -> Tensor:
-    """``memory`` as a tensor of the same kind and attributes as ``old``."""
-    new = memory.detach()
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(memory, requires_grad=old.requires_grad)
-        new.__class__ = old.__class__
-    new.__dict__.update(old.__dict__)
-    return new
-
-
-def untie(targets: Targets, alias: str) -> None:
-    """Give the tied name ``alias`` memory of its own. Raises LoadError when it is the same module's parameter."""
-    assert targets.module is not None
-    first = targets.aliases[alias]
-    (path, _, key), (first_path, _, first_key) = alias.rpartition("."), first.rpartition(".")
-    if key == first_key and targets.module.get_submodule(path) is targets.module.get_submodule(first_path):
-        raise LoadError(
-            f"{alias} and {first} are one parameter of one module that is used twice, but the checkpoint stores two values; "
-            "untie=True cannot part them, the module has to be built twice"
-        )
-    del targets.aliases[alias]
-    old = targets.tensors[first]
-    targets.specs[alias] = targets.specs[first]._replace(name=alias)
-    _replace(targets, alias, torch.empty_like(old, requires_grad=False))
 
 
 def needs_windows(plan: LoadPlan, targets: Targets, device: torch.device | None) -> bool:
@@ -132,9 +59,19 @@ class Difference(NamedTuple):
 class Execution:
     """One run of a plan. ``ledger`` tells how far it came, also after a failure."""
 
-    def __init__(self, plan: LoadPlan, targets: Targets, on_progress: Callable[[Ledger], None] | None) -> None:
+    clones = 0
+    clone_bytes = 0
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        targets: Targets,
+        device: torch.device | None,
+        on_progress: Callable[[Ledger], None] | None,
+    ) -> None:
         self.plan = plan
         self.targets = targets
+        self._device = device
         self.compared = [copy.placement for copy in plan.copies]
         self.ledger = Ledger([*plan.placements, *self.compared])
         self._computed = [self._expect(_inputs(operation)) for operation in plan.operations]
@@ -143,10 +80,22 @@ class Execution:
         self._meter: Meter | None = None
         self._on_progress = on_progress
 
-    def run(self, names: Iterable[str], device: torch.device | None, meter: Meter) -> None:
-        """Make room for the targets ``names``, read everything, and compare."""
+    def names(self) -> Collection[str]:
+        """The targets that are written."""
+        return self.plan.filled()
+
+    def touched(self) -> Collection[str]:
+        """The same: they get their memory before anything is read."""
+        return self.names()
+
+    def passes_on(self, error: BaseException) -> bool:
+        """None of its errors is the user's."""
+        return False
+
+    def run(self, meter: Meter) -> None:
+        """Make room for the targets, read everything, and compare."""
         self._meter = meter
-        make_room(self.targets, names, device, keep={each.name for each in self.plan.incomplete})
+        make_room(self.targets, self.names(), self._device, keep={each.name for each in self.plan.incomplete})
         with self._pool() as pool:
             self.targets.touched = True
             self._read(pool, _reads(self.plan.placements, 0, self.targets, self.plan.stamps, self.plan.window))
@@ -170,13 +119,7 @@ class Execution:
             inputs.tensors[name] = tensor
         self._read(pool, _reads(_inputs(operation), first, inputs, self.plan.stamps, self.plan.window))
         tensors, inputs.tensors = inputs.tensors, {}
-        made = operation.run(tensors)
-        if (shapes := {name: tuple(value.shape) for name, value in made.items()}) != dict(operation.targets):
-            raise LoadError(f"{operation.title}: expected to make {dict(operation.targets)}, but it made {shapes}")
-        for name, value in made.items():
-            target = self.targets.tensors[self.targets.aliases.get(name, name)].detach()
-            with torch.inference_mode(target.is_inference()):
-                target.copy_(value)
+        compute(operation, tensors, self.targets)
         if self._meter is not None:
             self._meter.sample()  # while what it needed is still there
 
@@ -329,24 +272,14 @@ class _Compare:
         self._largest, self._number = largest, number
 
     def __call__(self, window: Staging, start: int) -> None:
-        target = self._target
-        ours = self._source.view(window, start).to(target.device, target.dtype)
-        if not torch.equal(_bits(ours), _bits(target)):  # so that NaN equals itself, and 2**53 not 2**53 + 1
-            wide = torch.complex128 if target.is_complex() else torch.float64
-            apart = (ours.to(wide) - target.to(wide)).abs().nan_to_num(nan=float("inf")).max().item()
-            self._largest[self._number] = max(self._largest[self._number] or 0.0, apart)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_CARRIER[tensor.dtype.itemsize])
+        largest = largest_difference(self._source.view(window, start), self._target)
+        if largest is not None:
+            self._largest[self._number] = max(self._largest[self._number] or 0.0, largest)
 
 
 def _carried(source: _Source, target: Tensor) -> tuple[_Source, Tensor]:
     """The same bytes as integers, where nothing is to be converted."""
-    carrier = _CARRIER.get(source.dtype.itemsize)
+    carrier = CARRIER.get(source.dtype.itemsize)
     if source.dtype != target.dtype or carrier is None:
         return source, target
     return source._replace(dtype=carrier), target.view(carrier)

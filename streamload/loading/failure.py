@@ -6,12 +6,11 @@ import traceback
 from contextlib import suppress
 
 from streamload.errors import SourceError
-from streamload.loading.execute import Execution
+from streamload.loading.ledger import Ledger
 
 
-def where(error: BaseException, execution: Execution) -> str:
+def where(error: BaseException, ledger: Ledger) -> str:
     """At which tensor, of which file, after how much."""
-    ledger = execution.ledger
     placements = ledger.placements
     amount = f"after {ledger.bytes_written:,} of {ledger.bytes_wanted:,} bytes"
     number = ledger.last

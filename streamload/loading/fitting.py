@@ -137,6 +137,10 @@ class Fitter:
         return True
 
     def _mismatch(self, name: str, expected: str, found: str, spec: TensorSpec) -> None:
-        if name not in self._misfits:
-            self._misfits.add(name)
-            self._keys.mismatched_keys.append(Mismatch(name, expected, found, spec.file))
+        self.refuse(Mismatch(name, expected, found, spec.file))
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        """From now on nothing is put into the target that ``mismatch`` is about."""
+        if mismatch.name not in self._misfits:
+            self._misfits.add(mismatch.name)
+            self._keys.mismatched_keys.append(mismatch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from streamload.checkpoint.dtypes import BITS
 from streamload.errors import BudgetError, LoadError
+from streamload.loading.operation import Operation
 from streamload.loading.planning import Forecast, LoadPlan
 from streamload.loading.targets import Targets, is_solid
 from streamload.memory import Limits, resolve_budget
@@ -25,9 +27,8 @@ def forecast(
     threads: int | None,
 ) -> None:
     """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
-    params = _host_bytes(made, targets, device)
-    left = Limits.read().available - max(0, params - already)
-    budget = resolve_budget(memory_limit, max(0, left))
+    params = host_bytes(made.filled(), targets, device)
+    budget = budget_for(params, already, memory_limit)
     if memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
     computing = _computing(made, targets, budget - FIXED_OVERHEAD - MIN_WINDOW)
@@ -35,17 +36,26 @@ def forecast(
     made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD + computing)
 
 
-def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
-    """Bytes that the largest operation takes at most: what it reads, that in the target's dtype, and its results, the last two
-    once more in the making.
+def budget_for(params: int, already: int, memory_limit: int | str) -> int:
+    """The budget beyond ``params`` bytes of host memory, of which ``already`` are there."""
+    left = Limits.read().available - max(0, params - already)
+    return resolve_budget(memory_limit, max(0, left))
 
-    Raises BudgetError when it does not fit.
+
+def needed_by(operation: Operation, targets: Targets) -> int:
+    """Bytes that ``operation`` takes at most: what it reads, that in the target's dtype, and its results, the last two once more
+    in the making.
     """
+    item = max(BITS[targets.first(name).dtype] for name in operation.targets) // 8
+    sources = sum(spec.nbytes + 2 * spec.numel * item for spec in operation.sources.values())
+    return sources + 2 * sum(targets.first(name).nbytes for name in operation.targets)
+
+
+def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
+    """Bytes that the largest operation takes. Raises BudgetError when it does not fit."""
     most = 0
     for operation in made.operations:
-        item = max(BITS[targets.first(name).dtype] for name in operation.targets) // 8
-        sources = sum(spec.nbytes + 2 * spec.numel * item for spec in operation.sources.values())
-        need = sources + 2 * sum(targets.first(name).nbytes for name in operation.targets)
+        need = needed_by(operation, targets)
         if need > room:
             raise BudgetError(
                 f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "
@@ -55,12 +65,12 @@ def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
     return most
 
 
-def _host_bytes(made: LoadPlan, targets: Targets, device: torch.device | None) -> int:
-    """Bytes that the targets to be filled will take of host memory."""
+def host_bytes(filled: Iterable[str], targets: Targets, device: torch.device | None) -> int:
+    """Bytes that the targets ``filled`` will take of host memory."""
     if device is not None and device.type != "cpu":
         return 0
     elsewhere = targets.on_device if device is None else ()
-    return sum(targets.specs[name].nbytes for name in made.filled() if name not in elsewhere)
+    return sum(targets.specs[name].nbytes for name in filled if name not in elsewhere)
 
 
 def default_threads() -> int:
@@ -68,15 +78,14 @@ def default_threads() -> int:
     return min(8, max(2, len(os.sched_getaffinity(0))))
 
 
-def resident(made: LoadPlan, targets: Targets) -> int:
-    """Bytes of the targets to be filled that are in host memory already; 0 for a table.
+def resident(filled: Collection[str], targets: Targets) -> int:
+    """Bytes of the targets ``filled`` that are in host memory already; 0 for a table.
 
     Raises LoadError when two targets share memory without being one tensor: whichever came last would win.
     """
     if targets.module is None:
         return 0
     specs, tensors = targets.specs, targets.tensors
-    filled = made.filled()
     solid = [(specs[name].address, specs[name].nbytes) for name in filled if specs[name].address]
     loose: list[tuple[int, int]] = []
     if len(solid) < len(filled):

@@ -52,8 +52,9 @@ class Ledger:
         self.placements.append(placement)
         self._left.append(0)
         self.written += 1
-        for count in ("bytes_wanted", "bytes_written", "bytes_read"):
-            setattr(self, count, getattr(self, count) + placement.nbytes)
+        self.bytes_wanted += placement.nbytes
+        self.bytes_written += placement.nbytes
+        self.bytes_read += placement.nbytes
 
     def unwritten(self) -> list[str]:
         """Names of targets of which a byte is still missing, or was written twice."""

@@ -49,7 +49,9 @@ class Matched:
         self._keys, self._targets, self._router, self._unexpected = keys, targets, router, unexpected
         self.arrived: dict[str, Arrival] = {}
         """By the name that it arrived at, which can be an alias."""
-        self._groups: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        self.groups: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        """Stored tensors that a library converts together, by the name of the group."""
+        self._made_of: dict[str, list[str]] = {}
         self._broken: dict[str, Incomplete | Mismatch] = {}
         self.operations: list[Operation] = []
 
@@ -84,11 +86,16 @@ class Matched:
                 else:
                     self._book(name, spec, Route([Place(name)]))
             return
+        own = self.in_order({name.removeprefix(prefix): spec for name, spec in catalog.items()})
+        for name, spec in own.items():
+            self.arrive(name, spec)
+        for group, specs in self.groups.items():
+            self.convert(group, specs)
+
+    def in_order(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """``specs`` in the order in which a library that converts them wants to see them."""
         conversions = self._router.conversions
-        own = {name.removeprefix(prefix): spec for name, spec in catalog.items()}
-        for name in conversions.sort([*own]) if conversions is not None else own:
-            self.arrive(name, own[name])
-        self.convert_all()
+        return specs if conversions is None else {name: specs[name] for name in conversions.sort([*specs])}
 
     def lands(self, name: str) -> bool:
         """Whether ``name`` finds its place, or is dropped on purpose."""
@@ -105,7 +112,7 @@ class Matched:
 
     def _book(self, name: str, spec: TensorSpec, route: Route) -> None:
         if route.group:
-            self._groups[route.group][name] = spec
+            self.groups[route.group][name] = spec
         elif not route.places:
             self._keys.dropped[spec.name] = route.rule
         for place in route.places:
@@ -145,10 +152,24 @@ class Matched:
             )
         self.arrived[name] = arrival
 
-    def convert_all(self) -> None:
-        """Ask the library what becomes of the groups of tensors that it converts together."""
-        for group in [*self._groups]:
-            self.convert(group, self._groups.pop(group))
+    def made_of(self, group: str) -> list[str]:
+        """The targets that the tensors of ``group`` fill together."""
+        return self._made_of.get(group, [])
+
+    def take_back(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
+        """Of the tensors of ``group`` only ``specs`` have come: its targets are not filled after all."""
+        for name in self._made_of.pop(group, []):
+            self.arrived.pop(name, None)
+        self.convert(group, self.in_order(specs))
+
+    def think_again(self) -> None:
+        """Look again at what was left over, now that all names are known: it can be a head that the module does without."""
+        for name in [*self._keys.unexpected_keys]:
+            route = self._router.route(name)
+            if not route.places and not route.group:
+                self._keys.unexpected_keys.remove(name)
+                self._keys.renamed.pop(name, None)
+                self._keys.dropped[name] = route.rule
 
     def convert(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
         """Ask the library what becomes of ``specs``."""
@@ -162,13 +183,15 @@ class Matched:
                 if not self._targets.at_home(name):
                     raise LoadError(f"{made.title}: makes {name}, which the module does not have")
                 self._set(name, made, list(specs))
+            self._made_of[group] = list(made.targets)
             self.operations.append(made)
             self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
         else:
-            self.move(group, made, next(iter(specs.values())))
+            self._move(group, made, next(iter(specs.values())))
 
-    def move(self, group: str, made: Mapping[str, Moved], first: TensorSpec) -> None:
+    def _move(self, group: str, made: Mapping[str, Moved], first: TensorSpec) -> None:
         """Book rectangles that the conversion of ``group`` makes, the first of them from ``first``."""
+        self._made_of[group] = [name for name in made if self._targets.at_home(name)]
         for name, moved in made.items():
             if not self._targets.at_home(name) or name in self._targets.recomputed:
                 self._left_over(first, Place(name), f"the conversion of {group}")

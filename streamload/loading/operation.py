@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from streamload.checkpoint import TensorSpec
+from streamload.errors import LoadError
+from streamload.loading.targets import Targets
 
 
 class Operation(NamedTuple):
@@ -19,3 +22,14 @@ class Operation(NamedTuple):
     """The parameters that it fills, and the shapes that it makes."""
     run: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """From the stored tensors by name to the values by parameter."""
+
+
+def compute(operation: Operation, tensors: dict[str, Tensor], targets: Targets) -> None:
+    """Run ``operation`` on its stored tensors and put what it makes into its targets, which have memory."""
+    made = operation.run(tensors)
+    if (shapes := {name: tuple(value.shape) for name, value in made.items()}) != dict(operation.targets):
+        raise LoadError(f"{operation.title}: expected to make {dict(operation.targets)}, but it made {shapes}")
+    for name, value in made.items():
+        target = targets.tensors[targets.first(name).name].detach()
+        with torch.inference_mode(target.is_inference()):
+            target.copy_(value)

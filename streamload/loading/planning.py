@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from streamload.checkpoint import Checkpoint
 from streamload.checkpoint.spec import Stamp
-from streamload.loading.buffers import stranded_attributes
+from streamload.loading.buffers import stranded
 from streamload.loading.fitting import Fitter
 from streamload.loading.fused import Fused, could_fill
 from streamload.loading.ignore import Ignore
@@ -105,7 +105,7 @@ def make_plan(
     must not be ignored. Everything else that does not fit is listed in the plan.
     """
     plan = LoadPlan(notes=list(checkpoint.notes), known=targets.known(), stamps=checkpoint.stamps)
-    plan.stranded = [*targets.stranded, *stranded_attributes(targets.holders)]
+    plan.stranded = stranded(targets)
     unexpected, missing = Ignore("ignore_unexpected", ignore_unexpected), Ignore("ignore_missing", ignore_missing)
     unexpected.refuse_exact(plan.known)
     router = Router(targets, mapper)

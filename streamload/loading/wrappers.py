@@ -33,6 +33,30 @@ def wrapper_prefix(names: Collection[str], lands: Callable[[str], bool]) -> str:
     )
 
 
+class Unwrapper:
+    """Takes a wrapper's prefix off the names of a stream. The first name that finds its place, with or without, decides."""
+
+    def __init__(self, lands: Callable[[str], bool]) -> None:
+        self._lands = lands
+        self._decided_by = ""
+        self.prefix = ""
+
+    def __call__(self, name: str) -> str:
+        """``name`` without the prefix. Raises MappingError when only some names carry it."""
+        leading = _leading(name)
+        if self._decided_by and leading == self.prefix:
+            return name[len(leading) :]
+        at_home = self._lands(name)
+        if self._decided_by and (self.prefix or (leading and not at_home and self._lands(name[len(leading) :]))):
+            raise MappingError(
+                f"of {self._decided_by!r} and {name!r} only one carries the prefix of a wrapper; the stream was put together of "
+                "two, rename one of them with a mapper"
+            )
+        if not self._decided_by and (at_home or (leading and self._lands(name[len(leading) :]))):
+            self._decided_by, self.prefix = name, "" if at_home else leading
+        return name.removeprefix(self.prefix)
+
+
 def _leading(name: str) -> str:
     end = 0
     while name.startswith(_WRAPPERS, end):

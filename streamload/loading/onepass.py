@@ -1,0 +1,306 @@
+"""Fill a module from a one-pass stream of ``(name, tensor)``: every tensor as it comes, wherever its place is known."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamload.checkpoint import TensorSpec
+from streamload.errors import BudgetError, LoadError
+from streamload.loading.execute import Difference
+from streamload.loading.fitting import Fitter
+from streamload.loading.forecast import needed_by
+from streamload.loading.fused import Fused
+from streamload.loading.held import Held
+from streamload.loading.ignore import Ignore
+from streamload.loading.keys import Mismatch
+from streamload.loading.ledger import Ledger
+from streamload.loading.matching import Blocks, Matched
+from streamload.loading.naming import Router
+from streamload.loading.operation import Operation, compute
+from streamload.loading.placement import Placement
+from streamload.loading.planning import Copy, LoadPlan, conclude
+from streamload.loading.rectangles import copy_into, difference, rectangle, spec_of
+from streamload.loading.room import make_room, to_meta, untie
+from streamload.loading.run import Teller
+from streamload.loading.targets import Targets
+from streamload.loading.wrappers import Unwrapper
+from streamload.memory import Meter
+
+#: Where a stream's tensors are said to come from.
+ORIGIN = "the stream"
+
+
+@dataclass
+class Order:
+    """What a stream is to be loaded into, and how."""
+
+    targets: Targets
+    router: Router
+    unexpected: Ignore
+    missing: Ignore
+    device: torch.device | None
+    budget: int
+    """Bytes of clones."""
+    untie: bool
+    teller: Teller | None
+
+
+class OnePass:
+    """Takes a stream in. Tensors are written as they come; those whose place depends on others are cloned until then."""
+
+    def __init__(self, items: Iterable[Any], plan: LoadPlan, order: Order) -> None:
+        self.plan, self.targets, self.ledger = plan, order.targets, Ledger([])
+        self.differences: list[Difference] = []
+        self._items, self._order = items, order
+        self._matched = Matched(plan, order.targets, order.router, order.unexpected)
+        self._fitter = Fitter(plan, order.targets)
+        self._unwrap = Unwrapper(self._matched.lands)
+        self._held = Held(order.budget)
+        self._seen: set[str] = set()
+        self._foreseen: dict[str, Mapping[str, TensorSpec]] = {}
+        self._blocks: dict[str, dict[str, list[Placement]]] = {}
+        self._done: dict[str, set[Placement]] = defaultdict(set)
+        self._elements: dict[str, int] = {}
+        self._touched: set[str] = set()
+        self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
+        self._writers: dict[str, str] = {}
+        self._foreign: BaseException | None = None
+
+    @property
+    def clones(self) -> int:
+        """Tensors that were cloned because their place was not known when they came."""
+        return self._held.count
+
+    @property
+    def clone_bytes(self) -> int:
+        """Bytes of those, all together."""
+        return self._held.total
+
+    def names(self) -> Collection[str]:
+        """The targets that are being filled; once the stream has ended, those that are complete."""
+        return self._elements.keys()
+
+    def touched(self) -> Collection[str]:
+        """The targets that have been written to."""
+        return self._touched
+
+    def passes_on(self, error: BaseException) -> bool:
+        """Whether ``error`` came out of the stream."""
+        return error is self._foreign
+
+    def untie(self, copies: Sequence[Copy]) -> None:
+        """Ties come apart while the stream passes, if they may."""
+
+    def run(self, meter: Meter) -> None:
+        """Take in every tensor of the stream, then see what has waited in vain."""
+        iterator = iter(self._items)
+        try:
+            for item in self._guarded(iterator):
+                self._take(*_checked(item))
+                del item  # a source that reuses its memory looks whether anybody holds it
+        finally:
+            if (close := getattr(iterator, "close", None)) is not None:
+                close()
+        self._finish()
+        meter.sample()
+
+    def _guarded(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The items; remembers an exception that the stream itself raises."""
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except BaseException as error:
+                self._foreign = error
+                raise
+            yield item
+            del item
+
+    def _take(self, stored: str, tensor: Tensor) -> None:
+        if stored in self._seen:
+            raise LoadError(f"{stored!r} comes twice in {ORIGIN}")
+        self._seen.add(stored)
+        name, spec = self._unwrap(stored), spec_of(stored, tensor, ORIGIN)
+        route = self._matched.arrive(name, spec)
+        if route.group:
+            targets = self._arrived_in(route.group, name, spec)
+        else:
+            targets = [place.name for place in route.places if place.name in self._matched.arrived]
+        waiting = [target for target in targets if not self._serve(target, stored, tensor)]
+        if waiting:
+            self._held.keep(stored, tensor, waiting)
+
+    def _arrived_in(self, group: str, name: str, spec: TensorSpec) -> list[str]:
+        """The targets of a group that a library converts together; the group itself while they are not known."""
+        specs, conversions = self._matched.groups[group], self._order.router.conversions
+        assert conversions is not None
+        if group not in self._foreseen:
+            whole = conversions.foresee(group, specs)
+            if whole is None:
+                return [group]
+            self._foreseen[group] = whole
+            self._convert(group, whole)
+        foreseen = self._foreseen[group].get(spec.name)
+        if foreseen is None:
+            expected = "no further tensor of the group that transformers converts"
+            self._fitter.refuse(Mismatch(group, expected, spec.name, ORIGIN))
+        elif (foreseen.shape, foreseen.dtype) != (spec.shape, spec.dtype):
+            expected = f"{foreseen.dtype} {list(foreseen.shape)}, as others like it have"
+            self._fitter.refuse(Mismatch(group, expected, f"{spec.name}: {spec.dtype} {list(spec.shape)}", ORIGIN))
+        return self._matched.made_of(group)
+
+    def _convert(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
+        """Let the library say where ``specs`` go, and serve the targets with those that were held until it could."""
+        self._matched.convert(group, specs)
+        targets = self._matched.made_of(group)
+        for stored in [stored for stored, target in self._held.waiting() if target == group]:
+            tensor = self._held.get(stored)
+            assert tensor is not None
+            self._held.move(stored, group, [each for each in targets if not self._serve(each, stored, tensor)])
+
+    def _serve(self, target: str, stored: str, tensor: Tensor) -> bool:
+        """Write what is known of ``target``; whether it needs ``stored`` no more."""
+        arrival = self._matched.arrived.get(target)
+        if arrival is None:
+            return target not in self._matched.groups  # a group whose conversion is not known yet
+        if isinstance(arrival, Operation):
+            return self._compute(target, arrival, stored, tensor)
+        if isinstance(arrival, Blocks):
+            if target not in self._blocks:
+                self._blocks[target] = _by_source(self._fitter.fit(target, arrival))
+            placements = self._blocks[target].get(stored, [])
+        else:
+            placements = self._fitter.fit(target, arrival, latest=True)
+        done, own = self._done[target], 0
+        for placement in placements:
+            source = tensor if placement.spec.name == stored else self._held.get(placement.spec.name)
+            if placement not in done:
+                if source is None or not self._write(target, placement, source):
+                    continue
+                done.add(placement)
+            own += placement.spec.name == stored
+        for held in {placement.spec.name for placement in placements if placement in done} - {stored}:
+            if self._is_served(target, held):
+                self._held.release(held, target)
+        return self._fitter.refuses(target) or own == self._expected(target, stored)
+
+    def _is_served(self, target: str, stored: str) -> bool:
+        return sum(each.spec.name == stored for each in self._done[target]) == self._expected(target, stored)
+
+    def _expected(self, target: str, stored: str) -> int:
+        arrival = self._matched.arrived[target]
+        if isinstance(arrival, Fused):
+            return arrival.expects(stored)
+        return len(self._blocks[target].get(stored, [])) if isinstance(arrival, Blocks) else 1
+
+    def _write(self, target: str, placement: Placement, tensor: Tensor) -> bool:
+        """Put a rectangle of ``tensor`` into its place; ``False`` when it has to be compared with what has not come yet."""
+        first = self.targets.aliases.get(target, target)
+        value = rectangle(tensor, placement)
+        if self._writers.setdefault(first, target) != target:
+            if self._elements.get(first) != prod(self.targets.specs[first].shape):
+                return False
+            copy = Copy(placement._replace(target=first), target)
+            largest = difference(self.targets.tensors[first], placement, value)
+            if largest is None or not self._order.untie:
+                self.plan.copies.append(copy)
+                self.differences += [Difference(copy, largest)] if largest is not None else []
+                self.ledger.add(copy.placement)
+                return True
+            untie(self.targets, target, keep=True)
+            self.plan.notes.append(f"{target}: untied from {first}, since the checkpoint stores two values")
+            self._elements[target] = prod(self.targets.specs[target].shape) - value.numel()
+            self._writers[target] = first = target
+        self._room(first, whole=placement.target_region is None)
+        copy_into(self.targets.tensors[first], placement, value)
+        self._elements[first] += value.numel() * (2 if placement.spec.dtype == "F4" else 1)
+        self.ledger.add(placement._replace(target=first))
+        if self._order.teller is not None:
+            self._order.teller(self.ledger)
+        return True
+
+    def _room(self, target: str, *, whole: bool) -> None:
+        if target not in self._elements:
+            make_room(self.targets, [target], self._order.device, keep=() if whole else (target,))
+            self._elements[target] = 0
+            self._touched.add(target)
+        self.targets.touched = True
+
+    def _compute(self, target: str, operation: Operation, stored: str, tensor: Tensor) -> bool:
+        """Run ``operation`` once the last of its tensors has come; whether it has run."""
+        tensors = {name: tensor if name == stored else self._held.get(name) for name in operation.sources}
+        if any(each is None for each in tensors.values()):
+            return False
+        need = needed_by(operation, self.targets)
+        if need > self._order.budget:
+            raise BudgetError(
+                f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "
+                f"the budget is {self._order.budget:,}; give memory_limit at least that"
+            )
+        for each in operation.targets:
+            self._fitter.fit(each, operation)
+            if self._fitter.refuses(each):
+                return True
+            self._room(each, whole=True)
+            self._elements[each] = prod(self.targets.specs[each].shape)
+        compute(operation, {name: each for name, each in tensors.items() if each is not None}, self.targets)
+        for name, spec in operation.sources.items():
+            self.ledger.add(Placement(spec, name))
+            self._held.release(name, target)
+        return True
+
+    def _finish(self) -> None:
+        """The stream has ended: serve what still waits, and say what does not fit."""
+        plan, targets, matched, router = self.plan, self.targets, self._matched, self._order.router
+        for group, specs in matched.groups.items():
+            if group not in self._foreseen:
+                self._convert(group, matched.in_order(specs))
+            elif len(specs) < len(self._foreseen[group]):
+                matched.take_back(group, specs)
+        for (
+            stored,
+            target,
+        ) in self._held.waiting():  # copies of tied parameters that came before the first had all its parts
+            if target in matched.arrived and (tensor := self._held.get(stored)) is not None:
+                self._serve(target, stored, tensor)
+        fused = [each for each in matched.arrived.values() if isinstance(each, Fused)]
+        self._fitter.compare(fused)
+        for each in fused:
+            self._fitter.fit(each.target.name, each)
+        matched.think_again()
+        conclude(plan, targets, matched, router, (self._order.unexpected, self._order.missing))
+        incomplete = {name for name in self._elements if self._elements[name] != prod(targets.specs[name].shape)}
+        explained = {*plan.missing_keys, *plan.dropped, *(each.name for each in plan.mismatched_keys)}
+        if lost := sorted(incomplete - {targets.aliases.get(name, name) for name in explained}):
+            raise LoadError(f"not every byte of {lost[0]} was written once, which is a fault of streamload")
+        for name in incomplete & self._from_meta:
+            to_meta(targets, name)  # what nobody wrote would be raw memory
+        for name in incomplete:
+            del self._elements[name]
+        plan.tied = {alias: first for alias, first in targets.aliases.items() if first in self._elements}
+
+
+def _by_source(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
+    found: dict[str, list[Placement]] = defaultdict(list)
+    for placement in placements:
+        found[placement.spec.name].append(placement)
+    return found
+
+
+def _checked(item: Any) -> tuple[str, Tensor]:
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        name, tensor = item
+        if isinstance(name, str) and isinstance(tensor, Tensor):
+            return name, tensor
+    shown = ", ".join(type(each).__name__ for each in item) if isinstance(item, (tuple, list)) else ""
+    raise LoadError(
+        f"weights: expected (name, tensor) pairs, found {type(item).__name__}{f' of {shown}' if shown else ''}"
+    )
