@@ -55,6 +55,11 @@ class Held:
                 tensor = self._tensors.pop(stored)
                 self.nbytes -= tensor.numel() * tensor.element_size()
 
+    def forget(self, target: str) -> None:
+        """``target`` needs nothing more."""
+        for stored in [stored for stored, targets in self._waiting.items() if target in targets]:
+            self.release(stored, target)
+
     def move(self, stored: str, target: str, to: Iterable[str]) -> None:
         """What waited for ``target`` waits for others now."""
         if (targets := self._waiting.get(stored)) is not None:

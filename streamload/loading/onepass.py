@@ -149,13 +149,13 @@ class OnePass:
             self._foreseen[group] = whole
             self._convert(group, whole)
         foreseen = self._foreseen[group].get(spec.name)
-        if foreseen is None:
-            expected = "no further tensor of the group that transformers converts"
-            self._fitter.refuse(Mismatch(group, expected, spec.name, ORIGIN))
-        elif (foreseen.shape, foreseen.dtype) != (spec.shape, spec.dtype):
-            expected = f"{foreseen.dtype} {list(foreseen.shape)}, as others like it have"
-            self._fitter.refuse(Mismatch(group, expected, f"{spec.name}: {spec.dtype} {list(spec.shape)}", ORIGIN))
-        return self._matched.made_of(group)
+        targets = self._matched.made_of(group)
+        if foreseen is None or (foreseen.shape, foreseen.dtype) != (spec.shape, spec.dtype):
+            like = "" if foreseen is None else f"{foreseen.dtype} {list(foreseen.shape)}, as others like it have"
+            found = f"{spec.name}: {spec.dtype} {list(spec.shape)}"
+            for target in targets:
+                self._fitter.refuse(Mismatch(target, like or "no further tensor to be merged into it", found, ORIGIN))
+        return targets
 
     def _convert(self, group: str, specs: Mapping[str, TensorSpec]) -> None:
         """Let the library say where ``specs`` go, and serve the targets with those that were held until it could."""
@@ -171,6 +171,9 @@ class OnePass:
         arrival = self._matched.arrived.get(target)
         if arrival is None:
             return target not in self._matched.groups  # a group whose conversion is not known yet
+        if self._fitter.refuses(target):
+            self._held.forget(target)
+            return True
         if isinstance(arrival, Operation):
             return self._compute(target, arrival, stored, tensor)
         if isinstance(arrival, Blocks):

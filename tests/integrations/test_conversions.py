@@ -1,6 +1,7 @@
 """transformers' own conversions as placements: published layouts load bit for bit as its own loader loads them."""
 
 import re
+from random import Random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from streamload import BudgetError, Checkpoint, LoadError, WeightsMapper, load, plan
 from streamload.integrations.transformers import build_model
+from streamload.testing import RingSource
 from tests.integrations.architectures import Sizes, architectures
 
 SMALL = Sizes()
@@ -231,3 +233,61 @@ def test_a_mapper_that_switches_the_conversions_off_is_told(tmp_path):
     model = altered(tmp_path, lambda tensors: None)
     with pytest.raises(LoadError, match="mapper= stands in for the conversions of checkpoints that transformers has"):
         load(model, tmp_path, mapper=WeightsMapper())
+
+
+@pytest.mark.parametrize("order", ["sorted", "reversed", "shuffled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_one_pass_stream_gives_the_same_bits(tmp_path, name, order):
+    cls, config = MODELS[name]
+    original = saved(cls, config(), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = sorted(stored, reverse=order == "reversed")
+    if order == "shuffled":
+        Random(3).shuffle(names)
+    model = build_model(Checkpoint.open(tmp_path))
+    report = load(model, RingSource({each: stored[each] for each in names}))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, original.state_dict()[key]), key
+    assert report.ok
+    if order == "sorted":  # gate_proj of the first expert has to wait for the first up_proj, as the others do not
+        assert report.clones == (TEXT["num_hidden_layers"] if name in ("Qwen3-MoE", "Mixtral") else 0)
+
+
+def test_experts_that_a_stream_lacks_are_named(tmp_path):
+    gone = [f"{EXPERTS}.5.up_proj.weight", f"{EXPERTS}.3.down_proj.weight"]
+    model = altered(tmp_path, lambda tensors: [tensors.pop(name) for name in gone])
+    stored = load_file(tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"2 missing.*what does was written") as caught:
+        load(model, RingSource(stored))
+    assert [each.wanted for each in caught.value.report.incomplete] in ([[gone[1]], [gone[0]]], [[gone[0]], [gone[1]]])
+    for name in caught.value.report.missing_keys:
+        assert model.get_parameter(name).is_meta
+    stored[f"{EXPERTS}.5.up_proj.weight"] = torch.ones(3, 32)
+    with pytest.raises(
+        LoadError, match=r"(?s)1 missing, 1 mismatched.*F32 \[16, 32\], as others like it have, found .*5.up_proj"
+    ):
+        load(build_model(Checkpoint.open(tmp_path)), RingSource(stored))
+
+
+def test_what_is_no_rectangle_is_computed_from_a_stream(adding):
+    tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
+    stored = tensors.pop("pooler.dense.weight").clone()
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    report = load(model, RingSource({"pooler.dense.stored": stored} | tensors))
+    assert torch.equal(model.pooler.dense.weight, stored + 1)
+    assert torch.equal(model.embeddings.word_embeddings.weight, tensors["embeddings.word_embeddings.weight"])
+    assert any("pooler.dense.weight (AddOne of transformers): computed" in note for note in report.notes)
+    with pytest.raises(BudgetError, match=r"pooler.dense.weight .* give memory_limit at least"):
+        load(model, {"pooler.dense.stored": stored}, memory_limit=10_000)
+
+
+def test_a_base_model_from_a_stream_with_the_head_first(tmp_path):
+    cls, config = MODELS["Llama"]
+    original = saved(cls, config(), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = sorted(stored, key=lambda name: (name != "lm_head.weight", name))
+    model = build_model(Checkpoint.open(tmp_path), base=True)
+    report = load(model, RingSource({name: stored[name] for name in names}))
+    assert report.dropped == {"lm_head.weight": "outside 'model.': a head, which the base model has not"}
+    assert (report.clones, report.ok) == (0, True)
+    assert torch.equal(model.embed_tokens.weight, original.model.embed_tokens.weight)
