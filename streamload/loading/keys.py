@@ -53,7 +53,7 @@ class Cast(NamedTuple):
     """Whether range or precision can be lost."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Keys:
     """What becomes of every name."""
 
@@ -74,10 +74,19 @@ class Keys:
     """Fused parameters, also in ``missing_keys``, of which some parts have arrived or stacked rules would fill."""
     stranded: list[str] = field(default_factory=list)
     """Non-persistent buffers and plain tensor attributes on the meta device, which no checkpoint fills."""
-    renamed: dict[str, str] = field(default_factory=dict, repr=False)
+    renamed: dict[str, str] = field(default_factory=dict)
     """Unexpected name -> the rule that made it so, and what it became."""
-    known: list[str] = field(default_factory=list, repr=False)
+    known: list[str] = field(default_factory=list)
     """All names of the module."""
+
+    def __repr__(self) -> str:
+        """Counts: the lists can have 100,000 names."""
+        lists = ("missing_keys", "unexpected_keys", "mismatched_keys", "stranded", "dropped", "tied", "casts", "notes")
+        found = [f"{len(getattr(self, name))} {name}" for name in lists if getattr(self, name)]
+        return f"{type(self).__name__}({', '.join([*self._amounts(), *found])})"
+
+    def _amounts(self) -> list[str]:
+        return []
 
     @property
     def ok(self) -> bool:

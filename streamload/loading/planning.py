@@ -51,7 +51,7 @@ class Copy(NamedTuple):
         return self.placement.target
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadPlan(Keys):
     """All placements of a load, and what will be missing, unexpected, dropped or tied."""
 
@@ -61,10 +61,13 @@ class LoadPlan(Keys):
     """Groups of stored tensors whose values have to be computed."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
-    stamps: dict[str, Stamp | None] = field(default_factory=dict, repr=False)
+    stamps: dict[str, Stamp | None] = field(default_factory=dict)
     """Of the shards, when their headers were read."""
     window: int = 0
     """Bytes of one thread's staging buffer."""
+
+    def _amounts(self) -> list[str]:
+        return [f"{len(self.placements)} placements", f"{self.bytes_to_read:,} bytes to read", f"{self.forecast}"]
 
     def filled(self) -> dict[str, None]:
         """The targets that are written, in order."""

@@ -9,7 +9,7 @@ from typing import Any
 from streamload.loading.keys import Keys
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadReport(Keys):
     """The result of ``load``; unpacks as ``missing, unexpected = load(...)``."""
 
@@ -26,6 +26,10 @@ class LoadReport(Keys):
 
     def __iter__(self) -> Iterator[list[str]]:
         return iter((self.missing_keys, self.unexpected_keys))
+
+    def _amounts(self) -> list[str]:
+        read = f"{self.bytes_read:,} of {self.bytes_wanted:,} bytes read in {self.seconds:.2f} s"
+        return [read, f"peak {self.peak_host_bytes:,} bytes", f"{self.clones} clones"]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""

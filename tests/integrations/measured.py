@@ -26,7 +26,9 @@ def main(way: str, architecture: str, folder: str, sizes: str) -> None:
         model_class(config()).save_pretrained(folder)
         return
     checkpoint = Checkpoint.open(folder)
-    plan(build_model(checkpoint), checkpoint)  # imports all that either of the two needs
+    forecast = plan(
+        build_model(checkpoint, dtype=torch.float32), checkpoint
+    ).forecast  # imports all that either of the two needs
     reset_peak()
     before, started = resident(), time.perf_counter()
     if way == "streamload":
@@ -42,6 +44,7 @@ def main(way: str, architecture: str, folder: str, sizes: str) -> None:
             {
                 "params": sum(tensors.values()),
                 "extra": peak_rss() - sum(before) - libraries - sum(tensors.values()),
+                "staging": forecast.staging_bytes,
                 "stored": checkpoint.nbytes,
                 "seconds": seconds,
                 "sum": sum(float(each.detach().double().sum()) for each in model.parameters()),

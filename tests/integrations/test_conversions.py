@@ -1,6 +1,9 @@
 """transformers' own conversions as placements: published layouts load bit for bit as its own loader loads them."""
 
+import json
 import re
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -291,3 +294,29 @@ def test_a_base_model_from_a_stream_with_the_head_first(tmp_path):
     assert report.dropped == {"lm_head.weight": "outside 'model.': a head, which the base model has not"}
     assert (report.clones, report.ok) == (0, True)
     assert torch.equal(model.embed_tokens.weight, original.model.embed_tokens.weight)
+
+
+@pytest.mark.slow
+def test_merging_experts_with_a_cast_takes_no_more_than_was_forecast(tmp_path):
+    sizes = {"width": 512, "layers": 6, "vocabulary": 4000, "experts": 32}
+
+    def measured(way):
+        command = [
+            sys.executable,
+            "-m",
+            "tests.integrations.measured",
+            way,
+            "Qwen3-MoE",
+            str(tmp_path),
+            json.dumps(sizes),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1]) if way != "save" else None
+
+    measured("save")
+    ours, theirs = measured("streamload"), measured("from_pretrained")
+    assert ours["sum"] == theirs["sum"]
+    assert ours["params"] == theirs["params"] > 2 * 150 * 2**20
+    assert ours["extra"] <= max(1.1 * ours["staging"], ours["staging"] + 4 * 2**20)
+    assert ours["staging"] <= 64 * 2**20
+    assert theirs["extra"] > ours["params"]  # what its converters hold, which is what this is about

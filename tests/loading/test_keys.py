@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
+from streamload import load, plan
 from streamload.loading.keys import Cast, Keys, Mismatch, prefix_hint, summarise
+from streamload.testing import module_of, write_safetensors
 
 LAYER = ["q.weight", "k.weight", "v.weight"]
 
@@ -148,3 +152,14 @@ def test_lists_as_json():
     assert told["casts"] == [{"name": "c", "source": "F32", "target": "BF16", "narrows": True}]
     assert told["tied"] == {"d": "e"}
     assert "known" not in told  # as long as the model, and of no use to a reader
+
+
+def test_a_plan_and_a_report_of_many_names_print_as_counts(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {f"layers.{n}": torch.ones(2) for n in range(300)})
+    model = module_of({f"layers.{n}": torch.zeros(2) for n in range(299)})
+    made = plan(model, path)
+    assert repr(made).startswith("LoadPlan(299 placements, 2,392 bytes to read, Forecast(params_bytes=2392, ")
+    assert repr(made).endswith("), 1 unexpected_keys)")
+    report = load(model, path, strict=False)
+    assert repr(report).startswith("LoadReport(2,392 of 2,392 bytes read in ")
+    assert repr(report).endswith(" clones, 1 unexpected_keys)")
