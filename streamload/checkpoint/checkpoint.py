@@ -81,8 +81,15 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: object stores are not supported yet; copy the checkpoint to a disk", path=path
             )
+        if path.startswith("~") and not os.path.exists(path):
+            path = os.path.expanduser(path)
         if not os.path.exists(path):
             path = cached_snapshot(path, revision)
+        elif revision is not None:
+            raise CheckpointError(
+                f"{path}: is a path, so revision={revision!r} has no meaning; it is for names in the Hugging Face cache",
+                path=path,
+            )
         files, index, ignored = _locate(path)
         if confine:
             for file in files:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from streamload.loading.keys import Keys
 
 # A pipe has no width: names stay in one piece there, so that they can be searched for.
-console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+_PIPE = 10_000
+console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE)
 
 
 def plain(text: str) -> str:
@@ -36,8 +37,12 @@ def size(nbytes: float) -> str:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
+    _write(json.dumps(value, indent=2) + "\n")  # past rich, which takes seconds for a large catalog
+
+
+def _write(text: str) -> None:
     try:
-        print(json.dumps(value, indent=2), flush=True)  # past rich, which takes seconds for a large catalog
+        print(text, end="", flush=True)
     except BrokenPipeError:  # the reader has left; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -50,7 +55,7 @@ def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(label, Text(plain(value)))
-    console.print(table)
+    _print(table)
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> None:
@@ -61,7 +66,17 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right:
         table.add_column(header, justify="right" if position in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(plain(value)) for value in row))
-    console.print(table)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """Print ``table``; into a pipe without the blanks that fill its last column."""
+    if console.width < _PIPE:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    _write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def key_rows(keys: Keys) -> list[tuple[str, str]]:

@@ -182,6 +182,8 @@ class OnePass:
             placements = self._blocks[target].get(stored, [])
         else:
             placements = self._fitter.fit(target, arrival, latest=True)
+        if isinstance(arrival, TensorSpec):
+            return not placements or self._write(target, placements[0], tensor)
         done, own = self._done[target], 0
         for placement in placements:
             source = tensor if placement.spec.name == stored else self._held.get(placement.spec.name)
@@ -202,7 +204,7 @@ class OnePass:
         arrival = self._matched.arrived[target]
         if isinstance(arrival, Fused):
             return arrival.expects(stored)
-        return len(self._blocks[target].get(stored, [])) if isinstance(arrival, Blocks) else 1
+        return len(self._blocks[target].get(stored, [])) if isinstance(arrival, Blocks) else 1  # of a spread one
 
     def _write(self, target: str, placement: Placement, tensor: Tensor) -> bool:
         """Put a rectangle of ``tensor`` into its place; ``False`` when it has to be compared with what has not come yet."""

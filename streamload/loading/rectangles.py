@@ -39,7 +39,9 @@ def spec_of(name: str, tensor: Tensor, origin: str) -> TensorSpec:
 def rectangle(tensor: Tensor, placement: Placement) -> Tensor:
     """The source region of ``placement`` as a view of ``tensor``, which is the stored tensor."""
     spec, region = placement.spec, placement.source_region
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     if spec.dtype == "F4":
         return _cut(bits(tensor), _bytes_of_pairs(region))
     if spec.strides is not None or spec.offset:

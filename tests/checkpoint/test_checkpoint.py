@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streamload
-from streamload import Checkpoint, TensorSpec
+from streamload import Checkpoint, CheckpointError, TensorSpec
 from streamload.testing import write_safetensors, write_sharded
 from tests.checkpoint.tools import assert_loads, refused
 
@@ -207,3 +207,11 @@ def test_a_checkpoint_can_be_loaded_more_than_once(tmp_path):
     for _ in range(2):
         assert_loads(checkpoint, TENSORS)
     assert streamload.plan({name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}, checkpoint).ok
+
+
+def test_a_path_takes_no_revision_and_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    path = write_safetensors(tmp_path / "m.safetensors", {"a": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="is a path, so revision='main' has no meaning"):
+        Checkpoint.open(path, revision="main")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(Checkpoint.open("~/m.safetensors").tensors) == ["a"]
