@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from streamload.mapping import Mapped, WeightsMapper
     from streamload.memory import Limits, Meter
+    from streamload.sources.guard import guard
 
 _ROOMS = {
     "checkpoint": ("Checkpoint", "TensorSpec"),
@@ -59,6 +60,7 @@ _ROOMS = {
     ),
     "mapping": ("Mapped", "WeightsMapper"),
     "memory": ("Limits", "Meter"),
+    "sources.guard": ("guard",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -82,6 +84,7 @@ __all__ = [
     "TensorSpec",
     "WeightsMapper",
     "audit_buffers",
+    "guard",
     "load",
     "partial_load",
     "plan",
