@@ -14,11 +14,12 @@ from streamload.sources.lent import Loan, over_memory_of
 class guard(Iterator[tuple[str, Tensor]]):  # noqa: N801  it is used like a function
     """Wraps a stream of ``(name, tensor)`` whose tensors are valid only until the next one is asked for.
 
-    Each tensor is passed on over the same memory but with a storage object of its own, whose holders can be counted. When the
-    next but one is asked for, nobody may hold it any more, neither as a view, a Parameter nor a numpy array; else
+    Each tensor is passed on over the same memory but with a storage object of its own, whose holders can be counted. When
+    the next but one is asked for, nobody may hold it any more, neither as a view, a Parameter nor a numpy array; else
     BorrowError names it. (The variable of a plain ``for`` still holds the last tensor while the next is fetched: that is
     allowed.) ``poison`` also overwrites the memory of a tensor as soon as its time is over, so that a copy that comes too
-    late is seen; the memory has to be writable. Tensors on an accelerator, and those without an element, are passed on as they are.
+    late is seen; the memory has to be writable. Tensors on an accelerator, and those without an element, are passed on as
+    they are.
 
     Costs about 10 microseconds a tensor. Closing it closes the stream.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
 
 #: numpy knows these widths, whatever the dtype is called.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
