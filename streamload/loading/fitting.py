@@ -144,3 +144,6 @@ class Fitter:
         if mismatch.name not in self._misfits:
             self._misfits.add(mismatch.name)
             self._keys.mismatched_keys.append(mismatch)
+            for cast in [cast for cast in self._casts if cast.name == mismatch.name]:  # of a part that came before
+                self._casts.discard(cast)
+                self._keys.casts.remove(cast)
