@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamload.loading.targets import dtype_code
+from streamload.sources.dtypes import dtype_code
 
 
 def write_safetensors(

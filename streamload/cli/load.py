@@ -49,7 +49,7 @@ def command(
 
     from streamload.integrations.transformers import build_model
     from streamload.loading import load, plan
-    from streamload.loading.targets import dtype_code, torch_dtype
+    from streamload.sources.dtypes import dtype_code, torch_dtype
 
     own = torch_dtype(dtype_code(dtype)) if dtype is not None else None
     model = build_model(checkpoint, base=base, dtype=own)

@@ -67,7 +67,7 @@ def _target(
 ) -> tuple[nn.Module | dict[str, tuple[str, tuple[int, ...]]], str]:
     """What to plan against, and what to call it."""
     from streamload.integrations.transformers import build_model, folder_of
-    from streamload.loading.targets import dtype_code, torch_dtype
+    from streamload.sources.dtypes import dtype_code, torch_dtype
 
     if not os.path.exists(os.path.join(folder_of(checkpoint), "config.json")):
         return {spec.name: (spec.dtype, spec.shape) for spec in checkpoint.tensors.values()}, "its own catalog"

@@ -14,8 +14,8 @@ from streamload.embedder.folder import Recipe, read_recipe
 from streamload.errors import LoadError
 from streamload.integrations.transformers import build_model, folder_of, load_tokenizer
 from streamload.loading import LoadReport, Progress, load
-from streamload.loading.targets import dtype_code, torch_dtype
 from streamload.pooling import mean_pool, normalise
+from streamload.sources.dtypes import dtype_code, torch_dtype
 
 
 class Embedder:

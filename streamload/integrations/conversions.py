@@ -18,9 +18,10 @@ from streamload.loading.blocks import Untraceable
 from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.naming import Route
 from streamload.loading.operation import Operation
-from streamload.loading.targets import Targets, torch_dtype
+from streamload.loading.targets import Targets
 from streamload.loading.tracing import Moved, trace
 from streamload.mapping.rules import Place
+from streamload.sources.dtypes import torch_dtype
 
 #: What transformers drops besides the patterns of the class: buffers that older versions stored.
 _STORED_BUFFERS = (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$"))

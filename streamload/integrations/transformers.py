@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from streamload.checkpoint import Checkpoint
 from streamload.errors import LoadError
 from streamload.loading.skeleton import skeleton
-from streamload.loading.targets import torch_dtype
+from streamload.sources.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     import torch

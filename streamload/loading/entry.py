@@ -24,8 +24,9 @@ from streamload.loading.onepass import OnePass, Order
 from streamload.loading.planning import Forecast, LoadPlan, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.run import Progress, Run, Teller, refuse_misfits
-from streamload.loading.targets import Targets, dtype_code, module_targets, table_targets
+from streamload.loading.targets import Targets, module_targets, table_targets
 from streamload.memory.collector import quiet_collector
+from streamload.sources.dtypes import dtype_code
 from streamload.sources.staging import FIXED_OVERHEAD
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]

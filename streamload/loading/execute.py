@@ -18,10 +18,11 @@ from streamload.loading.placement import Placement, Region, pieces, run_of
 from streamload.loading.planning import Copy, LoadPlan
 from streamload.loading.rectangles import CARRIER, largest_difference
 from streamload.loading.room import make_room, untie
-from streamload.loading.targets import Target, Targets, torch_dtype
+from streamload.loading.targets import Target, Targets
 from streamload.memory import Meter
 from streamload.sources.batches import Read, Sink
 from streamload.sources.direct import FileReads, read_files
+from streamload.sources.dtypes import torch_dtype
 from streamload.sources.file import file_in_cache
 from streamload.sources.staging import Staging, StagingPool
 from streamload.sources.system import BLOCK

@@ -12,7 +12,7 @@ from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import BITS
 from streamload.errors import LoadError
 from streamload.loading.placement import Placement, Region, row_major
-from streamload.loading.targets import dtype_code
+from streamload.sources.dtypes import dtype_code
 
 #: Integers of the same width carry any dtype bit for bit, also those that torch cannot copy.
 CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from streamload.errors import BudgetError, LoadError
-from streamload.loading.targets import Targets, takes_device_memory, torch_dtype
+from streamload.loading.targets import Targets, takes_device_memory
+from streamload.sources.dtypes import torch_dtype
 
 
 def make_room(targets: Targets, names: Iterable[str], device: torch.device | None, keep: Collection[str] = ()) -> None:

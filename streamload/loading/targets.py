@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from streamload.checkpoint.dtypes import BITS, FLOATS, FROM_TORCH
+from streamload.checkpoint.dtypes import BITS, FLOATS
 from streamload.errors import LoadError
 from streamload.loading.mark import MARK
+from streamload.sources.dtypes import CODES, dtype_code
 
-_CODES: dict[torch.dtype, str] = {
-    getattr(torch, name): code for name, code in FROM_TORCH.items() if hasattr(torch, name)
-}
 _COMPLEX = frozenset({"C64", "C128"})
 
 #: Modules lie no deeper than this unless one contains itself.
@@ -27,8 +25,6 @@ _BARE = frozenset(nn.Module().__dict__)
 
 #: Where classes written for vLLM keep their mapper.
 MAPPER = "hf_to_vllm_mapper"
-
-_DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
 
 
 class Target(NamedTuple):
@@ -84,27 +80,6 @@ class Targets:
     def known(self) -> list[str]:
         """All names, tied ones included."""
         return [*self.specs, *self.aliases]
-
-
-def dtype_code(dtype: torch.dtype | str) -> str:
-    """The code for a torch dtype, its name (``"bfloat16"``, ``"torch.bfloat16"``), or a code (``"BF16"``)."""
-    if isinstance(dtype, torch.dtype):
-        if dtype in _CODES:
-            return _CODES[dtype]
-    elif not isinstance(dtype, str):
-        pass
-    elif dtype in BITS:
-        return dtype
-    elif (name := dtype.removeprefix("torch.")) in FROM_TORCH:
-        return FROM_TORCH[name]
-    raise LoadError(f"dtype {dtype!r} is not known; expected one of {', '.join(BITS)} or torch's names for them")
-
-
-def torch_dtype(code: str) -> torch.dtype:
-    """The torch dtype for ``code``. Raises LoadError when this torch has none."""
-    if code not in _DTYPES:
-        raise LoadError(f"torch {torch.__version__} has no dtype for {code}")
-    return _DTYPES[code]
 
 
 def table_targets(table: Mapping[str, tuple[torch.dtype | str, Sequence[int]]], dtype: str | None) -> Targets:
@@ -183,7 +158,7 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _adder(targets: Targets, dtype: str | None) -> Callable[[str, Tensor], None]:
     firsts: dict[int, str] = {}
     views: dict[tuple[Any, ...], str] = {}
-    specs, tensors, codes, new = targets.specs, targets.tensors, _CODES, tuple.__new__
+    specs, tensors, codes, new = targets.specs, targets.tensors, CODES, tuple.__new__
 
     def add(name: str, tensor: Tensor) -> None:
         try:

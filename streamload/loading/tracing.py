@@ -16,7 +16,7 @@ from streamload.checkpoint.spec import TensorSpec
 from streamload.errors import LoadError
 from streamload.loading.blocks import Block, Untraceable, check_count, joined, reshaped
 from streamload.loading.placement import Region, row_major
-from streamload.loading.targets import dtype_code, torch_dtype
+from streamload.sources.dtypes import dtype_code, torch_dtype
 
 
 class Moved(NamedTuple):

@@ -78,7 +78,7 @@ class StagingPool:
             start = -memory.data_ptr() % BLOCK
         else:
             alignment = _HUGE if total >= _HUGE else BLOCK
-            self._map = _anonymous(total + alignment)
+            self._map = anonymous(total + alignment)
             memory = torch.frombuffer(self._map, dtype=torch.uint8)
             start = -memory.data_ptr() % alignment
             if alignment == _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -96,7 +96,8 @@ class StagingPool:
         self._map = None
 
 
-def _anonymous(nbytes: int) -> mmap.mmap:
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Memory of our own. Raises BudgetError when the system has none."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:

@@ -16,8 +16,8 @@ from transformers import core_model_loading as hf
 from streamload.checkpoint import TensorSpec
 from streamload.loading.blocks import MOST_BLOCKS, Untraceable
 from streamload.loading.placement import pieces
-from streamload.loading.targets import dtype_code, torch_dtype
 from streamload.loading.tracing import Moved, Traced, trace
+from streamload.sources.dtypes import dtype_code, torch_dtype
 from streamload.testing import tensor_bytes
 
 GAP = 48
