@@ -66,7 +66,7 @@ class DirectSource(Source):
             largest = max(specs, key=lambda spec: spec.nbytes)
             raise BudgetError(
                 f"memory_limit of {budget:,} bytes is too small to lend whole tensors: the largest, {largest.name!r}, has "
-                f"{largest.nbytes:,} bytes, and with its neighbour and the reading itself {most + budget - room:,} bytes are needed"
+                f"{largest.nbytes:,} bytes, and with its neighbour and the reading {most + budget - room:,} bytes are needed"
             )
         self.look_ahead_bytes = room
         self._ring = Ring(room)
@@ -112,8 +112,8 @@ class DirectSource(Source):
                 else "its buffers"
             )
             raise BudgetError(
-                f"no buffer is free for {self._loads[self._next].places[0].spec.name!r}: {kept} are still held, and the budget is "
-                f"{self._budget:,} bytes; clone what you keep (tensor.clone()) and let go of the tensor, or raise memory_limit"
+                f"no buffer is free for {self._loads[self._next].places[0].spec.name!r}: {kept} are still held, and the budget "
+                f"is {self._budget:,} bytes; clone what you keep (tensor.clone()) and let go of the tensor, or raise memory_limit"
             )
         while self._left[self._next]:
             number, nbytes, error = self._crew.done.get()
