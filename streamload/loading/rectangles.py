@@ -44,12 +44,12 @@ def rectangle(tensor: Tensor, placement: Placement) -> Tensor:
         tensor = tensor.resolve_conj().resolve_neg()
     if spec.dtype == "F4":
         return _cut(bits(tensor), _bytes_of_pairs(region))
-    if spec.strides is not None or spec.offset:
+    if spec.strides is not None or spec.offset or spec.numel != tensor.numel():  # a part of it
         flat = tensor.contiguous()
         strides = spec.strides if spec.strides is not None else row_major(spec.shape)
         tensor = flat.as_strided(spec.shape, strides, flat.storage_offset() + spec.offset * 8 // BITS[spec.dtype])
     elif tensor.shape != spec.shape:
-        tensor = tensor.view(spec.shape)  # further dimensions of one element
+        tensor = tensor.reshape(spec.shape)  # further dimensions of one element, mostly
     return _cut(tensor, region)
 
 

@@ -11,11 +11,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
 from streamload import BudgetError, Checkpoint, LoadError, WeightsMapper, load, plan
 from streamload.integrations.transformers import build_model
-from streamload.testing import RingSource
+from streamload.testing import RingSource, write_safetensors
 from tests.integrations.architectures import Sizes, architectures
 
 SMALL = Sizes()
@@ -180,8 +180,6 @@ def adding():
 
 
 def test_what_is_no_rectangle_is_computed_and_noted(tmp_path, adding):
-    from streamload.testing import write_safetensors
-
     tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
     stored = tensors.pop("pooler.dense.weight").clone()
     path = write_safetensors(tmp_path / "m.safetensors", tensors | {"pooler.dense.stored": stored})
@@ -196,8 +194,6 @@ def test_what_is_no_rectangle_is_computed_and_noted(tmp_path, adding):
 
 
 def test_a_computation_runs_in_the_dtype_of_its_parameter_and_tells_its_progress(tmp_path, adding):
-    from streamload.testing import write_safetensors
-
     tensors = {name: value.bfloat16() for name, value in hf.BertModel(AddsOneConfig(**ENCODER)).state_dict().items()}
     stored = tensors.pop("pooler.dense.weight").clone()
     path = write_safetensors(tmp_path / "m.safetensors", tensors | {"pooler.dense.stored": stored})
@@ -221,8 +217,6 @@ class MakesTwo(AddOne):
 
 
 def test_a_computation_that_makes_something_else_is_an_error(tmp_path):
-    from streamload.testing import write_safetensors
-
     rule = WeightConverter("pooler.dense.stored", "pooler.dense.weight", operations=[MakesTwo()])
     register_checkpoint_conversion_mapping("AddsOne", [rule], overwrite=True)
     tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
@@ -294,6 +288,37 @@ def test_a_base_model_from_a_stream_with_the_head_first(tmp_path):
     assert report.dropped == {"lm_head.weight": "outside 'model.': a head, which the base model has not"}
     assert (report.clones, report.ok) == (0, True)
     assert torch.equal(model.embed_tokens.weight, original.model.embed_tokens.weight)
+
+
+class SplitsConfig(hf.BertConfig):
+    model_type = "splits"
+
+
+class Splits(hf.BertModel):
+    """Its checkpoint holds query, key and value in one tensor."""
+
+    config_class = SplitsConfig
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_stored_tensor_that_is_split_over_several_parameters(tmp_path, as_stream):
+    parts = ["query", "key", "value"]
+    own = "attention.self"
+    rule = WeightConverter(f"{own}.qkv", [f"{own}.{part}" for part in parts], operations=[Chunk(dim=0)])
+    register_checkpoint_conversion_mapping("Splits", [rule], overwrite=True)
+    torch.manual_seed(1)
+    wanted = dict(hf.BertModel(SplitsConfig(**ENCODER)).state_dict())
+    stored = {name: value for name, value in wanted.items() if not any(f"{own}.{part}" in name for part in parts)}
+    for layer in range(ENCODER["num_hidden_layers"]):
+        for leaf in ("weight", "bias"):
+            name = f"encoder.layer.{layer}.{own}.{{}}.{leaf}"
+            wanted[name.format("key")] += 1  # biases are all zero otherwise
+            stored[name.format("qkv")] = torch.cat([wanted[name.format(part)] for part in parts])
+    model = Splits(SplitsConfig(**ENCODER))
+    report = load(model, RingSource(stored) if as_stream else write_safetensors(tmp_path / "m.safetensors", stored))
+    assert (report.ok, report.clones) == (True, 0)
+    for name, value in wanted.items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 @pytest.mark.slow
