@@ -84,6 +84,10 @@ class TransformersConversions:
         self._count(name, renamed)
         return Route([Place(renamed)], "transformers' renaming" if renamed != name else "")
 
+    def lands(self, name: str) -> bool:
+        """Whether ``name`` finds its place in the model."""
+        return self._rename(name)[0] in self._home
+
     def _rename(self, name: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key
 

@@ -76,6 +76,7 @@ class Execution:
         self.compared = [copy.placement for copy in plan.copies]
         self.ledger = Ledger([*plan.placements, *self.compared])
         self._computed = [self._expect(_inputs(operation)) for operation in plan.operations]
+        self.spoilt: list[str] = []
         self.differences: list[Difference] = []
         """Stored copies of tied parameters that differ from what was written."""
         self._meter: Meter | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from streamload.checkpoint import TensorSpec
@@ -20,7 +21,7 @@ class Fitter:
 
     def __init__(self, keys: Keys, targets: Targets) -> None:
         self._keys, self._targets = keys, targets
-        self._casts: set[Cast] = set()
+        self._casts: dict[str, dict[Cast, None]] = defaultdict(dict)
         self._misfits: set[str] = set()
 
     def fit_all(self, arrived: Mapping[str, Arrival]) -> dict[str, list[Placement]]:
@@ -37,7 +38,12 @@ class Fitter:
                     continue
             if made := self.fit(name, arrival):
                 found[name] = made
+        self.publish()
         return found
+
+    def publish(self) -> None:
+        """Write down the casts of what fits."""
+        self._keys.casts += [cast for casts in self._casts.values() for cast in casts]
 
     def compare(self, fused: list[Fused]) -> None:
         """Compare the sizes of the parts of fused parameters with each other."""
@@ -80,7 +86,7 @@ class Fitter:
             expected = f"shape {list(wanted)} to be spread over {', '.join(place.among)}"
             self._mismatch(name, expected, f"{list(spec.shape)}", spec)
             return []
-        if not self._may_cast(target, spec, name):
+        if not self.may_cast(target, spec, name):
             return []
         rows = (cut(sizes, which), *((0, size) for size in spec.shape[1:]))
         return [Placement(spec, target.name, rows, None)]
@@ -91,7 +97,7 @@ class Fitter:
             return []
         arrivals = fused.arrivals if numbers is None else fused.arrivals[-1:]
         kinds = {arrival.spec.dtype: arrival.spec for arrival in arrivals}
-        fits = [self._may_cast(target, spec, name) for spec in kinds.values()]
+        fits = [self.may_cast(target, spec, name) for spec in kinds.values()]
         return fused.placements(numbers) if all(fits) else []
 
     def _blocks(self, target: Target, name: str, arrival: Blocks) -> list[Placement]:
@@ -103,7 +109,7 @@ class Fitter:
         if not moved.blocks:  # it has no element, but has to be there
             return [Placement(first._replace(shape=target.shape, nbytes=0, strides=None), target.name)]
         kinds = {spec.dtype: spec for spec, _ in moved.blocks}
-        if not all(self._may_cast(target, spec, name) for spec in kinds.values()):
+        if not all(self.may_cast(target, spec, name) for spec in kinds.values()):
             return []
         whole = tuple((0, size) for size in target.shape)
         return [
@@ -122,18 +128,16 @@ class Fitter:
             return False
         if spec.shape != target.shape:
             self._keys.notes.append(f"{name}: one element, stored as {list(spec.shape)}, put into {list(target.shape)}")
-        return self._may_cast(target, spec, name)
+        return self.may_cast(target, spec, name)
 
-    def _may_cast(self, target: Target, spec: TensorSpec, name: str) -> bool:
+    def may_cast(self, target: Target, spec: TensorSpec, name: str) -> bool:
+        """Whether the elements of ``spec`` may become those of ``target``; notes casts and mismatches."""
         if spec.dtype == target.dtype:
             return True
         if not castable(spec.dtype, target.dtype):
             self._mismatch(name, target.dtype, f"{spec.dtype} (only plain floats are converted unasked)", spec)
             return False
-        cast = Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype))
-        if cast not in self._casts:
-            self._casts.add(cast)
-            self._keys.casts.append(cast)
+        self._casts[name][Cast(name, spec.dtype, target.dtype, narrows(spec.dtype, target.dtype))] = None
         return True
 
     def _mismatch(self, name: str, expected: str, found: str, spec: TensorSpec) -> None:
@@ -144,6 +148,4 @@ class Fitter:
         if mismatch.name not in self._misfits:
             self._misfits.add(mismatch.name)
             self._keys.mismatched_keys.append(mismatch)
-            for cast in [cast for cast in self._casts if cast.name == mismatch.name]:  # of a part that came before
-                self._casts.discard(cast)
-                self._keys.casts.remove(cast)
+            self._casts.pop(mismatch.name, None)  # of a part that came before

@@ -25,9 +25,13 @@ class _Arrival(NamedTuple):
 class Fused:
     """The parts of one parameter as they arrive, in whatever order."""
 
-    def __init__(self, target: Target, rules: Sequence[Stacked], sizes: Sequence[int] | None) -> None:
+    def __init__(
+        self, target: Target, rules: Sequence[Stacked], sizes: Sequence[int] | None, name: str | None = None
+    ) -> None:
+        """``name``: that under which the parts arrive, where it is another name of ``target``."""
         self.target = target
-        self._rules = [rule for rule in rules if _made_by(rule, target.name)]
+        self._name = target.name if name is None else name
+        self._rules = [rule for rule in rules if _made_by(rule, self._name)]
         self._order = _in_order(target.name, [part for rule in self._rules for part in rule.own_parts])
         self._sizes = dict(zip(self._order, sizes, strict=False)) if sizes and len(sizes) == len(self._order) else {}
         self._experts = any(rule.many_experts for rule in self._rules)
@@ -133,7 +137,7 @@ class Fused:
         for rule in self._rules:
             if part in rule.own_parts or (part is None and rule.shard is None):
                 own = [str(number) if each == "*" else each for each in rule.parts]
-                names.append(self._spelled(own) or _replaced(self.target.name, rule.target, own))
+                names.append(self._spelled(own) or _replaced(self._name, rule.target, own))
         return names
 
     def _spelled(self, parts: Sequence[str]) -> str:

@@ -98,11 +98,13 @@ class Matched:
         return specs if conversions is None else {name: specs[name] for name in conversions.sort([*specs])}
 
     def lands(self, name: str) -> bool:
-        """Whether ``name`` finds its place, or is dropped on purpose."""
-        if self._targets.at_home(name) or self._router.conversions is not None:
-            return self._targets.at_home(name)
+        """Whether ``name`` finds its place; one that is dropped does not."""
+        if self._targets.at_home(name):
+            return True
+        if self._router.conversions is not None:
+            return self._router.conversions.lands(name)
         places = self._router.route(name).places
-        return all(self._targets.at_home(place.name) for place in places)
+        return bool(places) and all(self._targets.at_home(place.name) for place in places)
 
     def arrive(self, name: str, spec: TensorSpec) -> Route:
         """Book ``spec``, whose name without a wrapper's prefix is ``name``; says where it went."""
@@ -138,7 +140,7 @@ class Matched:
         if place.shard is not None and (there is None or isinstance(there, Fused)):
             if there is None:
                 sizes = sizes_of(self._targets.module, place.name)
-                there = Fused(self._targets.first(place.name), self._router.stacked_rules, sizes)
+                there = Fused(self._targets.first(place.name), self._router.stacked_rules, sizes, place.name)
                 self.arrived[place.name] = there
             there.add(spec, place.shard)
         else:
@@ -183,7 +185,7 @@ class Matched:
                 if not self._targets.at_home(name):
                     raise LoadError(f"{made.title}: makes {name}, which the module does not have")
                 self._set(name, made, list(specs))
-            self._made_of[group] = list(made.targets)
+            self._made_of[group] = list(made.targets)[:1]  # for all of them it is run once
             self.operations.append(made)
             self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
         else:

@@ -38,6 +38,9 @@ class Conversions(Protocol):
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""
 
+    def lands(self, name: str) -> bool:
+        """Whether ``name`` finds its place."""
+
     def convert(
         self, group: str, specs: Mapping[str, TensorSpec]
     ) -> dict[str, Moved] | Operation | Incomplete | Mismatch:
@@ -108,7 +111,11 @@ class Router:
                     f"{dotted.rstrip('.')!r}; a tensor can be fused once"
                 )
             places = [
-                each._replace(name=dotted + each.name, shard=each.shard if place.shard is None else place.shard)
+                each._replace(
+                    name=dotted + each.name,
+                    shard=each.shard if place.shard is None else place.shard,
+                    transposed=each.transposed != place.transposed,
+                )
                 for each in found.places
             ]
             places = [each._replace(among=tuple(dotted + other for other in each.among)) for each in places]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamload.checkpoint import TensorSpec
+from streamload.checkpoint.dtypes import BITS, castable
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.execute import Difference
 from streamload.loading.fitting import Fitter
@@ -32,9 +33,13 @@ from streamload.loading.run import Teller
 from streamload.loading.targets import Targets
 from streamload.loading.wrappers import Unwrapper
 from streamload.memory import Meter
+from streamload.sources.dtypes import CODES
 
 #: Where a stream's tensors are said to come from.
 ORIGIN = "the stream"
+
+#: What waits for a group whose conversion is not known yet, whose name can be that of a target.
+_GROUP = "the group of "
 
 
 @dataclass
@@ -58,6 +63,7 @@ class OnePass:
     def __init__(self, items: Iterable[Any], plan: LoadPlan, order: Order) -> None:
         self.plan, self.targets, self.ledger = plan, order.targets, Ledger([])
         self.differences: list[Difference] = []
+        self.spoilt: list[str] = []
         self._items, self._order = items, order
         self._matched = Matched(plan, order.targets, order.router, order.unexpected)
         self._fitter = Fitter(plan, order.targets)
@@ -69,6 +75,8 @@ class OnePass:
         self._done: dict[str, set[Placement]] = defaultdict(set)
         self._elements: dict[str, int] = {}
         self._touched: set[str] = set()
+        self._computed: set[str] = set()
+        self._untied: set[str] = set()
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
         self._writers: dict[str, str] = {}
         self._foreign: BaseException | None = None
@@ -145,12 +153,17 @@ class OnePass:
         if group not in self._foreseen:
             whole = conversions.foresee(group, specs)
             if whole is None:
-                return [group]
+                return [_GROUP + group]
             self._foreseen[group] = whole
             self._convert(group, whole)
         foreseen = self._foreseen[group].get(spec.name)
         targets = self._matched.made_of(group)
-        if foreseen is None or (foreseen.shape, foreseen.dtype) != (spec.shape, spec.dtype):
+        own = self.targets.first(group).dtype
+        if (
+            foreseen is None
+            or foreseen.shape != spec.shape
+            or not (foreseen.dtype == spec.dtype or (castable(spec.dtype, own) and castable(foreseen.dtype, own)))
+        ):
             like = "" if foreseen is None else f"{foreseen.dtype} {list(foreseen.shape)}, as others like it have"
             found = f"{spec.name}: {spec.dtype} {list(spec.shape)}"
             for target in targets:
@@ -161,16 +174,19 @@ class OnePass:
         """Let the library say where ``specs`` go, and serve the targets with those that were held until it could."""
         self._matched.convert(group, specs)
         targets = self._matched.made_of(group)
-        for stored in [stored for stored, target in self._held.waiting() if target == group]:
+        waiting = _GROUP + group
+        for stored in [stored for stored, target in self._held.waiting() if target == waiting]:
             tensor = self._held.get(stored)
             assert tensor is not None
-            self._held.move(stored, group, [each for each in targets if not self._serve(each, stored, tensor)])
+            self._held.move(stored, waiting, [each for each in targets if not self._serve(each, stored, tensor)])
 
     def _serve(self, target: str, stored: str, tensor: Tensor) -> bool:
         """Write what is known of ``target``; whether it needs ``stored`` no more."""
+        if target.startswith(_GROUP):
+            return False
         arrival = self._matched.arrived.get(target)
         if arrival is None:
-            return target not in self._matched.groups  # a group whose conversion is not known yet
+            return True
         if self._fitter.refuses(target):
             self._held.forget(target)
             return True
@@ -179,12 +195,14 @@ class OnePass:
         if isinstance(arrival, Blocks):
             if target not in self._blocks:
                 self._blocks[target] = _by_source(self._fitter.fit(target, arrival))
-            placements = self._blocks[target].get(stored, [])
+            placements = [_of_dtype(each, tensor) for each in self._blocks[target].get(stored, [])]
+            if placements and not self._fitter.may_cast(self.targets.first(target), placements[0].spec, target):
+                return True
         else:
             placements = self._fitter.fit(target, arrival, latest=True)
+        done, own = self._done[target], 0
         if isinstance(arrival, TensorSpec):
             return not placements or self._write(target, placements[0], tensor)
-        done, own = self._done[target], 0
         for placement in placements:
             source = tensor if placement.spec.name == stored else self._held.get(placement.spec.name)
             if placement not in done:
@@ -220,17 +238,29 @@ class OnePass:
                 self.differences += [Difference(copy, largest)] if largest is not None else []
                 self.ledger.add(copy.placement)
                 return True
-            untie(self.targets, target, keep=True)
-            self.plan.notes.append(f"{target}: untied from {first}, since the checkpoint stores two values")
-            self._elements[target] = prod(self.targets.specs[target].shape) - value.numel()
-            self._writers[target] = first = target
+            self._part(first, target)
+            first = target
         self._room(first, whole=placement.target_region is None)
         copy_into(self.targets.tensors[first], placement, value)
-        self._elements[first] += value.numel() * (2 if placement.spec.dtype == "F4" else 1)
+        if first not in self._untied:
+            self._elements[first] += value.numel() * (2 if placement.spec.dtype == "F4" else 1)
         self.ledger.add(placement._replace(target=first))
         if self._order.teller is not None:
             self._order.teller(self.ledger)
         return True
+
+    def _part(self, first: str, target: str) -> None:
+        """Undo the tie of ``target``, which has the values of ``first`` so far, all of which have been written."""
+        served = {alias for alias, other in self.targets.aliases.items() if other == first and alias in self._done}
+        for alias in [target] if target != first else sorted(served | {self._writers[first]}):
+            untie(self.targets, alias, keep=True)
+            self.plan.notes.append(f"{alias}: untied from {first}, since the checkpoint stores two values")
+            self._elements[alias] = prod(self.targets.specs[alias].shape)
+            self._writers[alias] = alias
+            self._untied.add(alias)
+        self._untied.add(first)
+        if target == first:
+            self._writers[first] = first
 
     def _room(self, target: str, *, whole: bool) -> None:
         if target not in self._elements:
@@ -241,7 +271,12 @@ class OnePass:
 
     def _compute(self, target: str, operation: Operation, stored: str, tensor: Tensor) -> bool:
         """Run ``operation`` once the last of its tensors has come; whether it has run."""
-        tensors = {name: tensor if name == stored else self._held.get(name) for name in operation.sources}
+        if target in self._computed:
+            return True
+        tensors = {
+            name: tensor if spec.name == stored else self._held.get(spec.name)
+            for name, spec in operation.sources.items()
+        }
         if any(each is None for each in tensors.values()):
             return False
         need = needed_by(operation, self.targets)
@@ -257,9 +292,10 @@ class OnePass:
             self._room(each, whole=True)
             self._elements[each] = prod(self.targets.specs[each].shape)
         compute(operation, {name: each for name, each in tensors.items() if each is not None}, self.targets)
+        self._computed.add(target)
         for name, spec in operation.sources.items():
             self.ledger.add(Placement(spec, name))
-            self._held.release(name, target)
+            self._held.release(spec.name, target)
         return True
 
     def _finish(self) -> None:
@@ -280,16 +316,20 @@ class OnePass:
         self._fitter.compare(fused)
         for each in fused:
             self._fitter.fit(each.target.name, each)
+        self._fitter.publish()
         matched.think_again()
-        conclude(plan, targets, matched, router, (self._order.unexpected, self._order.missing))
-        incomplete = {name for name in self._elements if self._elements[name] != prod(targets.specs[name].shape)}
-        explained = {*plan.missing_keys, *plan.dropped, *(each.name for each in plan.mismatched_keys)}
-        if lost := sorted(incomplete - {targets.aliases.get(name, name) for name in explained}):
-            raise LoadError(f"not every byte of {lost[0]} was written once, which is a fault of streamload")
-        for name in incomplete & self._from_meta:
+        incomplete = {name for name in targets.specs if self._elements.get(name, 0) != prod(targets.specs[name].shape)}
+        misfits = {targets.aliases.get(each.name, each.name) for each in plan.mismatched_keys}
+        for name in (incomplete | misfits) & self._from_meta & self._touched:
             to_meta(targets, name)  # what nobody wrote would be raw memory
-        for name in incomplete:
-            del self._elements[name]
+        conclude(plan, targets, matched, router, (self._order.unexpected, self._order.missing))
+        explained = {*plan.missing_keys, *plan.dropped}
+        if lost := sorted(incomplete - misfits - {targets.aliases.get(name, name) for name in explained}):
+            raise LoadError(f"not every byte of {lost[0]} was written once, which is a fault of streamload")
+        for name in incomplete | misfits:
+            self._elements.pop(name, None)
+        self.spoilt = sorted((misfits & self._touched) - self._from_meta)
+        plan.notes += [f"{name}: written to before the stream showed that it does not fit" for name in self.spoilt]
         plan.tied = {alias: first for alias, first in targets.aliases.items() if first in self._elements}
 
 
@@ -298,6 +338,15 @@ def _by_source(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
     for placement in placements:
         found[placement.spec.name].append(placement)
     return found
+
+
+def _of_dtype(placement: Placement, tensor: Tensor) -> Placement:
+    """``placement``, which was worked out from others like ``tensor``, for the dtype that this one has."""
+    spec, dtype = placement.spec, CODES.get(tensor.dtype, "")
+    if dtype == spec.dtype or dtype not in BITS:
+        return placement
+    scaled = [number * BITS[dtype] // BITS[spec.dtype] for number in (spec.offset, spec.nbytes)]
+    return placement._replace(spec=spec._replace(dtype=dtype, offset=scaled[0], nbytes=scaled[1]))
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:

@@ -23,6 +23,10 @@ _PIECE = 4 << 20
 
 def spec_of(name: str, tensor: Tensor, origin: str) -> TensorSpec:
     """``tensor`` as a stored one. Raises LoadError when it has no plain memory or a dtype that no checkpoint stores."""
+    if tensor.is_nested or tensor.is_quantized:
+        raise LoadError(
+            f"{name!r} of {origin} is {'nested' if tensor.is_nested else 'quantized'}; expected a dense tensor"
+        )
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "on the meta device, so it has no values" if tensor.is_meta else f"laid out as {tensor.layout}"
         raise LoadError(f"{name!r} of {origin} is {kind}; expected a dense tensor")
@@ -31,6 +35,8 @@ def spec_of(name: str, tensor: Tensor, origin: str) -> TensorSpec:
     except LoadError as error:
         raise LoadError(f"{name!r} of {origin}: {error}") from error
     shape = tuple(tensor.shape)
+    if dtype == "F4" and not shape:
+        raise LoadError(f"{name!r} of {origin} is a single byte of two F4 elements; expected at least one dimension")
     if dtype == "F4":  # torch counts bytes that hold two elements
         shape = (*shape[:-1], shape[-1] * 2)
     return TensorSpec(name, dtype, shape, origin, 0, prod(shape) * BITS[dtype] // 8)

@@ -42,6 +42,8 @@ class Work(Protocol):
     targets: Targets
     ledger: Ledger
     differences: list[Difference]
+    spoilt: list[str]
+    """Targets that were written to and turned out not to fit."""
 
     @property
     def clones(self) -> int:
@@ -119,6 +121,8 @@ class Run:
         loaded = {*filled, *(alias for alias, first in targets.aliases.items() if first in filled)}
         for prefix, module in [*targets.marked, ("", model)]:
             settle(module, loaded, prefix)
+        if spoilt := self.work.spoilt:
+            mark(model, f"{spoilt[0]} was written to before the stream showed that it does not fit", spoilt)
         # Memory that the allocator had at hand is no growth; but all targets are there now.
         self._fill(max(self.resident + meter.growth, self.work.plan.forecast.params_bytes))
 

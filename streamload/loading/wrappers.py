@@ -24,9 +24,8 @@ def wrapper_prefix(names: Collection[str], lands: Callable[[str], bool]) -> str:
         return prefix
     if not any(lands(name.removeprefix(_leading(name))) for name in wrapped):
         return ""  # they are unexpected anyway, and told so
-    others = [name for name in names if name not in set(wrapped)] or [
-        each for each in wrapped if _leading(each) != prefix
-    ]
+    known = set(wrapped)
+    others = [name for name in names if name not in known] or [each for each in wrapped if _leading(each) != prefix]
     raise MappingError(
         f"{len(wrapped)} of {len(names)} names carry the prefix of a wrapper ({wrapped[0]!r}), others do not or another one "
         f"({others[0]!r}); such a checkpoint was put together of two, rename one of them with a mapper"

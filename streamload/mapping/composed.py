@@ -121,7 +121,10 @@ class Called(Named):
 
     def read(self, name: str, at_home: AtHome | None = None) -> Reading:
         """What the function says of ``name``. Raises MappingError when that is neither a name nor ``None``."""
-        after = self._function(name)
+        try:
+            after = self._function(name)
+        except Exception as error:
+            raise MappingError(f"the mapper fails on {name!r}: {type(error).__name__}: {error}") from error
         if not (after is None or isinstance(after, str)):
             raise MappingError(f"the mapper turns {name!r} into {after!r:.80}; expected a name, or None to drop it")
         steps = [] if after == name else [Step("mapper", _title(self._function), name, after)]
@@ -177,7 +180,16 @@ class Composed(Named):
 
     def transposes(self, name: str) -> bool:
         """Whether the last two dimensions of the stored tensor ``name`` are to be swapped."""
-        return any(mapper.transposes(name) for mapper in self.mappers)
+        if not any(getattr(mapper, "transposed", ()) for mapper in self.mappers):
+            return False
+        swapped, current = False, name
+        for mapper in self.mappers:  # each at the name that it sees; twice is not at all
+            swapped ^= mapper.transposes(current)
+            after = mapper.map_name(current)
+            if after is None:
+                break
+            current = after
+        return swapped
 
 
 def named(mapper: Any) -> Named:
