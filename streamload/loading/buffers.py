@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from streamload.errors import LoadError
 from streamload.loading.skeleton import skeleton
-from streamload.loading.targets import Targets, own_attributes
+from streamload.loading.targets import Targets, is_solid, own_attributes
+from streamload.sources.dtypes import CODES
 
 #: How many containers are opened one inside the other.
 _DEEPEST = 4
@@ -68,13 +70,20 @@ def restore_buffers(model: nn.Module, factory: Callable[[], nn.Module], *, exact
     if not found:
         raise LoadError(_nothing(model, exact_dtype))
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
-    made: dict[int, Tensor] = {}  # tensors that modules share stay shared
+    spoiled = {slot.name for slot, _, _ in found}
+    fine = {id(slot.tensor) for slot in _slots(model) if slot.name not in spoiled}
+    wanted: dict[int, set[int]] = defaultdict(set)
     for slot, right, _ in found:
-        old = slot.tensor
-        if id(old) not in made:
-            assert right is not None
-            made[id(old)] = _put_right(old, right, device, exact_dtype)
-        slot.holder[slot.key] = made[id(old)]
+        wanted[id(slot.tensor)].add(id(right))
+    made: dict[tuple[int, int], Tensor] = {}  # tensors that modules share stay shared, if a fresh model shares them
+    todo = [(slot, slot.tensor, right) for slot, right, _ in found]
+    for slot, old, right in todo:
+        assert right is not None
+        key = id(old), id(right)
+        if key not in made:
+            alone = len(wanted[id(old)]) == 1 and id(old) not in fine
+            made[key] = _put_right(old, right, device, exact_dtype, alone=alone)
+        slot.holder[slot.key] = made[key]
     return [Spoiled(slot.name, slot.kind, why) for slot, _, why in found]
 
 
@@ -169,6 +178,8 @@ def _difference(ours: Tensor, right: Tensor, exact_dtype: bool) -> str:
     wanted, found = right.detach().cpu().to(ours.dtype), ours.detach().cpu()
     if _same(wanted, found):
         return ""
+    if CODES.get(found.dtype) == "F4":
+        return "values differ"  # torch cannot compute with it
     if found.isnan().any() and not wanted.isnan().any():
         return f"{int(found.isnan().sum())} of {found.numel()} values are NaN"
     apart = (wanted.to(torch.complex128) - found.to(torch.complex128)).abs()
@@ -181,14 +192,14 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _put_right(old: Tensor, right: Tensor, device: torch.device, exact_dtype: bool) -> Tensor:
-    """``old`` with the values of ``right``, or a new tensor where ``old`` cannot hold them."""
+def _put_right(old: Tensor, right: Tensor, device: torch.device, exact_dtype: bool, *, alone: bool) -> Tensor:
+    """``old`` with the values of ``right``, or a new tensor where ``old`` cannot hold them, or others need it as it is."""
     both_float = old.is_floating_point() and right.is_floating_point()
     dtype = old.dtype if both_float and not exact_dtype else right.dtype
-    if old.is_meta or old.shape != right.shape or old.dtype != dtype:
+    if not alone or old.is_meta or old.shape != right.shape or old.dtype != dtype or not is_solid(old):
         return right.detach().to(device=device if old.is_meta else old.device, dtype=dtype, copy=True)
     with torch.inference_mode(old.is_inference()), torch.no_grad():
         old.copy_(right)
@@ -203,7 +214,7 @@ def _slots(module: nn.Module) -> list[_Slot]:
         slots += [
             _Slot(dotted + key, "buffer", owner._buffers, key)
             for key in owner._non_persistent_buffers_set
-            if isinstance(owner._buffers.get(key), Tensor)
+            if isinstance(found := owner._buffers.get(key), Tensor) and _is_plain(found)
         ]
         slots += _attributes(dotted, owner)
     return slots
@@ -219,13 +230,19 @@ def _inside(name: str, value: Any, holder: Any, key: Any, depth: int = 0) -> Ite
     if isinstance(value, nn.Parameter):
         return
     if isinstance(value, Tensor):
-        yield _Slot(name, "attribute", holder, key)
+        if _is_plain(value):
+            yield _Slot(name, "attribute", holder, key)
     elif type(value) in (list, dict, tuple) and depth < _DEEPEST:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inside = _Tuple(holder, key) if isinstance(value, tuple) else value
         for inner, each in list(items):
             if isinstance(each, (Tensor, list, dict, tuple)):
                 yield from _inside(f"{name}[{inner!r}]", each, inside, inner, depth + 1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements can be looked at: not quantized, sparse or nested."""
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
-from streamload import BudgetError, Checkpoint, LoadError, WeightsMapper, load, plan
+from streamload import BudgetError, Checkpoint, LoadError, MappingError, WeightsMapper, load, plan
 from streamload.integrations.transformers import build_model
 from streamload.testing import RingSource, write_safetensors
 from tests.integrations.architectures import Sizes, architectures
@@ -345,3 +345,50 @@ def test_merging_experts_with_a_cast_takes_no_more_than_was_forecast(tmp_path):
     assert ours["extra"] <= max(1.1 * ours["staging"], ours["staging"] + 4 * 2**20)
     assert ours["staging"] <= 64 * 2**20
     assert theirs["extra"] > ours["params"]  # what its converters hold, which is what this is about
+
+
+class Sums(ConversionOps):
+    """Arithmetic on several stored tensors."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: sum(each[0] for each in input_dict.values())}
+
+    @property
+    def reverse_op(self):
+        return Sums()
+
+
+@pytest.mark.parametrize("order", ["sorted", "reversed", "group first", "group last"])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_computation_of_several_tensors_of_a_stream(adding, order, wrapper):
+    rule = WeightConverter(["pooler.dense.one", "pooler.dense.two"], "pooler.dense.weight", operations=[Sums()])
+    register_checkpoint_conversion_mapping("AddsOne", [rule], overwrite=True)
+    tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
+    whole = tensors.pop("pooler.dense.weight")
+    tensors |= {"pooler.dense.one": whole - 1, "pooler.dense.two": torch.ones_like(whole)}
+    keys = {"group first": lambda name: "one" not in name, "group last": lambda name: ("dense." in name, name)}
+    names = sorted(tensors, key=keys.get(order), reverse=order == "reversed")
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    report = load(model, RingSource({wrapper + name: tensors[name] for name in names}))
+    assert report.ok
+    assert torch.equal(model.pooler.dense.weight, (whole - 1) + 1)
+    assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_experts_first_of_another_dtype_and_beside_the_merged_form(tmp_path, wrapper):
+    original = altered(tmp_path, lambda tensors: None)
+    load(original, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = sorted(stored, key=lambda name: ("experts" not in name, name))
+    odd = f"{EXPERTS}.5.gate_proj.weight"
+    stored[odd] = stored[odd].half()
+    model = build_model(Checkpoint.open(tmp_path))
+    report = load(model, RingSource({wrapper + name: stored[name] for name in names}))
+    assert report.ok
+    assert {(cast.source, cast.target) for cast in report.casts} == {("F16", "F32")}
+    merged = model.get_parameter(f"{EXPERTS}.gate_up_proj")
+    assert torch.equal(merged[5, :16], stored[odd].float())
+    assert torch.equal(merged[4], original.get_parameter(f"{EXPERTS}.gate_up_proj")[4])
+    with pytest.raises(MappingError, match="both map to"):
+        load(model, {f"{EXPERTS}.gate_up_proj": merged.detach().clone()} | stored)

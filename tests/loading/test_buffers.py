@@ -149,3 +149,50 @@ def test_an_attribute_computed_from_a_parameter_is_told_before_loading(tmp_path)
     assert not report.ok
     with pytest.raises(LoadError, match=r"cannot be restored: largest \(computed from a parameter"):
         restore_buffers(model, Clever)
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Module(), nn.Module()
+        self.a.register_buffer("table", torch.ones(2), persistent=False)
+        self.b.register_buffer("table", torch.full((2,), 2.0), persistent=False)
+
+
+@pytest.mark.parametrize("kept", ["a", "b"])
+def test_one_tensor_in_two_places_that_a_fresh_model_has_apart(kept):
+    model = Twins()
+    model.a.table = model.b.table = getattr(model, kept).table
+    restore_buffers(model, Twins)
+    assert audit_buffers(model, Twins) == []
+    assert (model.a.table.tolist(), model.b.table.tolist()) == ([1, 1], [2, 2])
+
+
+class Odd(nn.Module):
+    """Tensors that cannot be looked at byte by byte, or not written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        self.sparse = torch.ones(2).to_sparse()
+        self.conjugate = torch.tensor([1 + 2j]).conj()
+        self.small = torch.ones(4).to(torch.float8_e4m3fn)
+        self.packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        self.register_buffer("wide", torch.ones(1).expand(4), persistent=False)
+
+
+def test_odd_tensors_are_compared_or_left_alone():
+    model = Odd()
+    assert audit_buffers(model, Odd) == []
+    model.wide = torch.zeros(1).expand(4)
+    model.conjugate = torch.tensor([1 + 3j]).conj()
+    model.small = torch.zeros(4).to(torch.float8_e4m3fn)
+    model.packed.view(torch.uint8).fill_(9)
+    found = {each.name: each.why for each in restore_buffers(model, Odd)}
+    assert found == {
+        "wide": "values differ by up to 1",
+        "conjugate": "values differ by up to 1",
+        "small": "values differ by up to 1",
+        "packed": "values differ",
+    }
+    assert audit_buffers(model, Odd) == []

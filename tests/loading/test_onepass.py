@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from streamload import BudgetError, LoadError, MappingError, WeightsMapper, load, partial_load, plan, skeleton
-from streamload.testing import RingSource, module_of
+from streamload.testing import RingSource, module_of, write_safetensors
 
 QKV = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v")}
 GATE_UP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
@@ -317,3 +317,101 @@ def test_dtypes_that_torch_cannot_copy_and_views_keep_their_bits(ring):
 
 def bytes_of(tensor):
     return tensor.detach().view(torch.uint8)
+
+
+def test_a_tie_comes_apart_whichever_name_comes_first(ring):
+    for order in (["a.w", "b.w", "c.w"], ["b.w", "a.w", "c.w"], ["c.w", "b.w", "a.w"]):
+        model = module_of({name: torch.zeros(2) for name in ("a.w", "b.w", "c.w")})
+        model.b.w = model.c.w = model.a.w
+        values = {"a.w": torch.full((2,), 5.0), "b.w": torch.ones(2), "c.w": torch.ones(2)}
+        load(model, ring({name: values[name] for name in order}), untie=True)
+        for name, value in values.items():
+            assert torch.equal(model.get_parameter(name), value), (order, name)
+
+
+@pytest.mark.parametrize("equal", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_fused_parameters_come_apart_whichever_parts_differ(ring, equal, first):
+    model = module_of({"a.qkv_proj.weight": torch.zeros(8, 4), "b.qkv_proj.weight": torch.zeros(8, 4)})
+    model.b.qkv_proj.weight = model.a.qkv_proj.weight
+    sizes = {"q": 4, "k": 2, "v": 2}
+    tensors = {
+        f"{name}.{part}_proj.weight": torch.full((size, 4), 1.0 if name == "a" or part in equal else 2.0)
+        for name in sorted("ab", reverse=first == "b")
+        for part, size in sizes.items()
+    }
+    report = load(model, ring(tensors), mapper=MAPPER, untie=True)
+    assert report.ok
+    for name in "ab":
+        wanted = torch.cat([tensors[f"{name}.{part}_proj.weight"] for part in sizes])
+        assert torch.equal(getattr(model, name).qkv_proj.weight, wanted)
+    assert (model.a.qkv_proj.weight is model.b.qkv_proj.weight) == (equal == "qkv")
+
+
+def test_parts_of_a_parameter_whose_first_name_the_rules_do_not_spell(ring, tmp_path):
+    tensors = {
+        f"attn.{part}_proj.weight": torch.full((size, 4), float(size))
+        for part, size in zip("qkv", (4, 3, 1), strict=True)
+    }
+    for source in (ring(tensors), write_safetensors(tmp_path / "m.safetensors", tensors)):
+        model = module_of({"shared": torch.zeros(8, 4), "attn.qkv_proj.weight": torch.zeros(8, 4)})
+        model.attn.qkv_proj.weight = model.shared
+        load(model, source, mapper=MAPPER)
+        assert model.shared[:, 0].tolist() == [4, 4, 4, 4, 3, 3, 3, 1]
+        del tensors["attn.v_proj.weight"]
+        with pytest.raises(LoadError, match=r"part v missing; would be filled by attn.v_proj.weight"):
+            load(model, tensors, mapper=MAPPER)
+        tensors["attn.v_proj.weight"] = torch.ones(1, 4)
+
+
+def test_what_is_written_and_then_does_not_fit_is_marked(ring):
+    model = module_of({"a.qkv_proj.weight": torch.full((8, 4), 7.0)})
+    parts = {
+        "a.q_proj.weight": torch.ones(4, 4),
+        "a.k_proj.weight": torch.ones(3, 4),
+        "a.v_proj.weight": torch.ones(2, 4),
+    }
+    report = load(model, ring(parts), mapper=MAPPER, strict=False)
+    assert report.notes[-1] == "a.qkv_proj.weight: written to before the stream showed that it does not fit"
+    assert partial_load(model) == "a.qkv_proj.weight was written to before the stream showed that it does not fit"
+    load(model, {"a.qkv_proj.weight": torch.ones(8, 4)})
+    assert partial_load(model) is None
+
+
+def test_a_part_that_may_be_missing_is_not_left_on_meta(ring):
+    model = module_of({"a.qkv_proj.weight": torch.zeros(8, 4, device="meta"), "o": torch.zeros(2)})
+    tensors = {"a.q_proj.weight": torch.ones(4, 4), "o": torch.ones(2)}
+    with pytest.raises(LoadError, match=r"is on the meta device, so it has no value that could be kept"):
+        load(model, ring(tensors), mapper=MAPPER, ignore_missing=["*qkv*"])
+
+
+def test_a_wrapped_name_that_the_mapper_drops(ring, tmp_path):
+    tensors = {"module.rot.inv_freq": torch.ones(2), "module.a.w": torch.ones(2)}
+    for source in (ring(tensors), write_safetensors(tmp_path / "m.safetensors", tensors)):
+        model = module_of({"a.w": torch.zeros(2)})
+        report = load(model, source, mapper=WeightsMapper(orig_to_new_substr={"inv_freq": None}))
+        assert model.a.w.tolist() == [1, 1]
+        assert list(report.dropped) == ["module.rot.inv_freq"]
+
+
+def test_transposes_of_composed_and_of_inner_mappers(ring):
+    square = torch.tensor([[1.0, 2], [3, 4]])
+    first = WeightsMapper(orig_to_new_prefix={"model.": ""})
+    model = module_of({"h.0.c_fc.weight": torch.zeros(2, 2)})
+    load(
+        model, ring({"model.h.0.c_fc.weight": square}), mapper=first.then(WeightsMapper(transposed=["h.*.c_fc.weight"]))
+    )
+    assert torch.equal(model.get_parameter("h.0.c_fc.weight"), square.T)
+    twice = WeightsMapper(transposed=["model.*"]).then(first).then(WeightsMapper(transposed=["h.*"]))
+    load(model, ring({"model.h.0.c_fc.weight": square}), mapper=twice)
+    assert torch.equal(model.get_parameter("h.0.c_fc.weight"), square)
+    model = module_of({"inner.fc.weight": torch.zeros(2, 2)})
+    model.inner.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"c_fc.": "fc."})
+    outer = WeightsMapper(orig_to_new_prefix={"model.": "inner."}, transposed=["*.c_fc.weight"])
+    load(model, ring({"model.c_fc.weight": square}), mapper=outer)
+    assert torch.equal(model.inner.fc.weight, square.T)
+
+
+def test_a_mapper_that_fails_is_told_with_the_name():
+    with pytest.raises(MappingError, match="the mapper fails on 'a': ZeroDivisionError"):
+        load(module_of({"a": torch.zeros(2)}), {"a": torch.ones(2)}, mapper=lambda name: 1 / 0)
