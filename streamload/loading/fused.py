@@ -34,6 +34,8 @@ class Fused:
         self._rules = [rule for rule in rules if _made_by(rule, self._name)]
         self._order = _in_order(target.name, [part for rule in self._rules for part in rule.own_parts])
         self._sizes = dict(zip(self._order, sizes, strict=False)) if sizes and len(sizes) == len(self._order) else {}
+        self.unused_sizes = 0 if sizes is None or len(sizes) == len(self._order) else len(sizes)
+        """How many sizes the module tells, where it is not one for each part."""
         self._experts = any(rule.many_experts for rule in self._rules)
         self._arrived: dict[tuple[int | None, Part | None], _Arrival] = {}
         self.arrivals: list[_Arrival] = []
@@ -53,7 +55,7 @@ class Fused:
                 if first is not arrival:
                     raise MappingError(
                         f"{first.spec.name!r} and {spec.name!r} both map to {_place(self.target.name, number, part)}; one of "
-                        "them has to be renamed or dropped"
+                        "their rules names the wrong part, or one of them has to be dropped"
                     )
 
     def misfit(self, numbers: Sequence[int | None] | None = None) -> tuple[str, str] | None:
@@ -82,6 +84,11 @@ class Fused:
                 names = ", ".join(each.spec.name for each in self._of[other])
                 return f"parts cut as those of expert {one} ({show(first)})", f"{show(second)} ({names})"
         return None
+
+    @property
+    def count(self) -> int:
+        """How many parts there are, or of each expert."""
+        return len(self._order)
 
     @property
     def told(self) -> bool:

@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
     places: Sequence[Place] = ()
     rule: str = ""
-    """The rule that drops it, or that renamed it last; or why a rule that fits did not fire."""
+    """The rule that drops it; or those that renamed it, and why others that match did not fire."""
     group: str = ""
     """The group of tensors that are converted together, where it belongs to one; ``places`` is empty then."""
 
@@ -128,11 +128,11 @@ def _ask(mapper: Named | None, at_home: AtHome) -> Callable[[str], Route] | None
 
 
 def _route_of(places: Sequence[Place], steps: Sequence[Step]) -> Route:
-    step = next((step for step in reversed(steps) if step.after != step.before), None)
-    if step is not None:
-        return Route(places, f"{step.stage} rule {step.rule}")
-    why = next((f"{step.stage} rule {step.rule} does not fire: {step.why}" for step in reversed(steps)), "")
-    return Route(places, why)
+    fired = [f"{step.stage} rule {step.rule}" for step in steps if step.after != step.before]
+    if not places:
+        return Route(places, fired[-1] if fired else "")
+    held = [f"{step.stage} rule {step.rule} does not fire: {step.why}" for step in steps if step.why]
+    return Route(places, "; ".join([*([" and ".join(fired)] if fired else []), *held]))
 
 
 def _library_of(module: Any) -> str:

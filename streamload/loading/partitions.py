@@ -32,6 +32,11 @@ def notes_on_sizes(fused: Iterable[Fused]) -> Iterator[str]:
     alike: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unequal: dict[tuple[str, int], bool] = {}
     for each in fused:
+        if each.unused_sizes:
+            yield (
+                f"{each.target.name}: its module's output_sizes has {each.unused_sizes} entries for {each.count} parts, so the "
+                "sizes are those of the checkpoint"
+            )
         if not each.told and (own := each.partition()):
             key = re.sub(r"(?<![^.])\d+(?![^.])", "*", each.target.name), sum(own.values())
             alike[key][show(own)].append(each.target.name)
@@ -42,7 +47,7 @@ def notes_on_sizes(fused: Iterable[Fused]) -> Iterator[str]:
             ways = "; ".join(f"{cut} in {names[0]}{_more(names)}" for cut, names in list(cuts.items())[:4])
             yield f"{template}: its {total} rows are not cut alike in all layers: {ways}"
         elif unequal[key]:
-            yield f"{template}: cut into {next(iter(cuts))} as the checkpoint has it; the module tells no output_sizes"
+            yield f"{template}: cut into {next(iter(cuts))} as the checkpoint has it, with nothing in the module to check it by"
 
 
 def _unequal(partition: Partition) -> bool:

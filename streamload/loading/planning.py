@@ -190,6 +190,9 @@ def _find_missing(plan: LoadPlan, targets: Targets, matched: Matched, ignore: Ig
             plan.missing_keys.append(name)
         if name in lacking:
             plan.incomplete.append(lacking[name])
+            if real and lacking[name].present:
+                kept = ", ".join(lacking[name].missing)
+                plan.notes.append(f"{name}: only parts of it are written, part {kept} keeps the values that it has")
         elif rule is None and could_fill(name, rules):
             nothing = Fused(targets.specs[name], rules, None).incomplete()
             plan.incomplete += [nothing] if nothing is not None else []

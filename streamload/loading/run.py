@@ -95,7 +95,7 @@ class Run:
                 self._settle_ties(untie)
                 if self.refuse_late:
                     told = not self.work.plan.ok
-                    refuse_misfits(self.work.plan, model, self.report, "what does was written")
+                    refuse_misfits(self.work.plan, model, self.report, "what fits was written")
                 if unwritten := self.work.ledger.unwritten():
                     raise LoadError(
                         f"not every byte was written once, which is a fault of streamload: {summarise(unwritten)}"
@@ -103,7 +103,12 @@ class Run:
         except BaseException as error:
             place = where(error, self.work.ledger)
             if targets.touched:
-                mark(model, f"{type(error).__name__} {place}", self.work.touched())
+                why = (
+                    f"the stream did not fit, {self.work.plan.problems()[0]}"
+                    if told
+                    else f"{type(error).__name__} {place}"
+                )
+                mark(model, why, self.work.touched())
             else:
                 put(model, earlier)
             self._fill(self.resident + (meter.growth if meter else 0))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from streamload.errors import MappingError
 from streamload.mapping.explain import close_to, names_of
 from streamload.mapping.rules import Expert, Mapped, ShardId, Stacked, Step, order_of_parts
 
@@ -30,6 +31,8 @@ class Finding(NamedTuple):
 
 def lint(mapper: WeightsMapper, names: Sequence[str], module: Any = None) -> list[Finding]:
     """Findings about ``mapper`` by itself, by what it does to ``names``, and in a ``module``."""
+    if isinstance(names, str):
+        raise MappingError(f"lint: expected a list of names, found the single string {names!r:.80}")
     findings = [*_by_themselves(mapper), *_against_packed(mapper, module)]
     if names:
         findings += _by_names(mapper, names, names_of(module))

@@ -142,7 +142,7 @@ class WeightsMapper(Named):
         ``module`` (a module, its state_dict, or names) tells which results are at home, and its class's
         ``packed_modules_mapping`` is compared with the stacked rules.
         """
-        return lint(self, list(names), module)
+        return lint(self, names if isinstance(names, str) else list(names), module)
 
 
 _TABLES = [
@@ -180,6 +180,16 @@ def _merged(ours: Mapping[Any, Value], theirs: Mapping[Any, Value]) -> dict[Any,
 
 def _check(mapper: WeightsMapper) -> None:
     """Raise MappingError for what is not a rule."""
+    for stage, kind in (
+        ("split", Mapping),
+        ("orig_to_new_stacked", Mapping),
+        ("transposed", Sequence),
+        ("orig_to_new_renaming", Sequence),
+    ):
+        if not isinstance(found := getattr(mapper, stage), kind) or isinstance(found, str):
+            raise MappingError(
+                f"{stage}: expected a {'dict' if kind is Mapping else 'list'}, found {type(found).__name__}"
+            )
     for stage in ("orig_to_new_substr", "orig_to_new_prefix", "orig_to_new_suffix", "orig_to_new_regex"):
         table = getattr(mapper, stage)
         if not isinstance(table, Mapping):
@@ -194,8 +204,17 @@ def _check(mapper: WeightsMapper) -> None:
         if not (isinstance(old, str) and old.strip(".") and isinstance(rule, tuple) and len(rule) == 2):
             raise MappingError(f"orig_to_new_stacked: expected text -> (text, part), found {old!r:.80} -> {rule!r:.80}")
         check_shard(old, *rule)
+    if wrong := [each for each in mapper.transposed if not isinstance(each, str)]:
+        raise MappingError(f"transposed: expected globs of stored names, found {wrong[0]!r:.80}")
     for old, new in mapper.split.items():
-        if isinstance(new, str) or not all(isinstance(each, str) for each in new) or len(new) < 2:
+        if not (
+            isinstance(old, str)
+            and old.strip(".")
+            and isinstance(new, (list, tuple))
+            and len(set(map(str, new))) == len(new)
+        ):
+            raise MappingError(f"split: expected text -> a list of different texts, found {old!r:.80} -> {new!r:.80}")
+        if not all(isinstance(each, str) for each in new) or len(new) < 2:
             raise MappingError(f"split: expected text -> at least two texts, found {old!r:.80} -> {new!r:.80}")
     for rule in mapper.orig_to_new_renaming:
         if not hasattr(rule, "rename_source_key"):

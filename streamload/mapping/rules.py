@@ -225,13 +225,15 @@ def order_of_parts(parts: Iterable[Part]) -> tuple[list[Part], str]:
 def check_shard(old: str, new: object, shard: object) -> None:
     """Raise MappingError when a stacked rule is not one."""
     simple = (str, int)
-    fine = (isinstance(shard, simple) and not isinstance(shard, bool)) or (
-        isinstance(shard, (tuple, list)) and shard and all(isinstance(each, simple) for each in shard)
+    parts = shard if isinstance(shard, (tuple, list)) and shard else (shard,)
+    fine = all(
+        isinstance(each, simple) and not isinstance(each, bool) and (isinstance(each, str) or each >= 0)
+        for each in parts
     )
-    if not isinstance(new, str) or not (fine or (shard is None and "*" in old.split("."))):
+    if not isinstance(new, str) or not new.strip(".") or not (fine or (shard is None and "*" in old.split("."))):
         raise MappingError(
             f"stacked rule {old!r}: expected (name of the fused parameter, part), found {(new, shard)!r:.100}; a part is a "
-            'str, an int, a tuple of neighbouring parts, or a list of parts (None only where "*" numbers experts)'
+            'str, an int from 0 on, a tuple of neighbouring parts, or a list of parts (None only where "*" numbers experts)'
         )
     if set(old.strip(".").split(".")) == {"*"}:
         raise MappingError(f'stacked rule {old!r}: "*" alone would hit every number; name the components around it')

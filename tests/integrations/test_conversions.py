@@ -254,7 +254,7 @@ def test_experts_that_a_stream_lacks_are_named(tmp_path):
     gone = [f"{EXPERTS}.5.up_proj.weight", f"{EXPERTS}.3.down_proj.weight"]
     model = altered(tmp_path, lambda tensors: [tensors.pop(name) for name in gone])
     stored = load_file(tmp_path / "model.safetensors")
-    with pytest.raises(LoadError, match=r"2 missing.*what does was written") as caught:
+    with pytest.raises(LoadError, match=r"2 missing.*what fits was written") as caught:
         load(model, RingSource(stored))
     assert [each.wanted for each in caught.value.report.incomplete] in ([[gone[1]], [gone[0]]], [[gone[0]], [gone[1]]])
     for name in caught.value.report.missing_keys:

@@ -284,6 +284,7 @@ def test_a_part_that_may_be_missing_is_told_and_the_rest_is_kept_through_a_cast(
     report = load(model, path, mapper=MAPPER, ignore_missing=["a.qkv_proj.*"], dtype="bfloat16")
     assert report.dropped == {"a.qkv_proj.weight": "ignore_missing 'a.qkv_proj.*'"}
     assert [each.missing for each in report.incomplete] == [["k"]]
+    assert "a.qkv_proj.weight: only parts of it are written, part k keeps the values that it has" in report.notes
     assert torch.equal(model.a.qkv_proj.weight[12:], rows(4, 3).bfloat16())
     assert (model.a.qkv_proj.weight[8:12] == 5.0).all()
 
@@ -371,7 +372,7 @@ def test_sizes_that_nobody_can_check_are_noted(tmp_path):
 
     assert notes((2, 2), (2, 2)) == []
     assert notes((1, 3), (1, 3)) == [
-        "layers.*.gate_up_proj.weight: cut into 0 1 + 1 3 as the checkpoint has it; the module tells no output_sizes"
+        "layers.*.gate_up_proj.weight: cut into 0 1 + 1 3 as the checkpoint has it, with nothing in the module to check it by"
     ]
     assert notes((2, 2), (2, 2), (1, 3)) == [
         "layers.*.gate_up_proj.weight: its 4 rows are not cut alike in all layers: 0 2 + 1 2 in "
@@ -409,4 +410,25 @@ def test_explain_and_lint_know_what_is_spread_and_what_is_transposed():
         "not-in-module: 'a.kv.weight' maps to 'a.kv.weight', which th",
         "never-fires: split 'kv' -> ('k', 'w'): it changes none of th",
         "never-fires: transposed 'nothing.*': it matches none of the ",
+    ]
+
+
+def test_all_rules_that_had_a_hand_in_it_are_named(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {f"model.{k}": v for k, v in grouped_query().items()})
+    mapper = WeightsMapper(orig_to_new_stacked=QKV | {".k_proj": (".qkv_porj", "k")}, orig_to_new_prefix={"model.": ""})
+    with pytest.raises(LoadError) as caught:
+        load(empty({"a.qkv_proj.weight": (16, 8)}), path, mapper=mapper)
+    assert (
+        "model.a.k_proj.weight: becomes a.k_proj.weight by prefix rule 'model.' -> ''; stacked rule '.k_proj' -> '.qkv_porj' "
+        "part 'k' does not fire: the module has no 'a.qkv_porj.weight', and the module has no such parameter"
+        in str(caught.value)
+    )
+
+
+def test_sizes_of_a_module_that_are_not_one_for_each_part_are_noted(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", grouped_query())
+    model = empty({"a.qkv_proj.weight": (16, 8)})
+    model.a.qkv_proj.output_sizes = [8, 8]
+    assert plan(model, path, mapper=MAPPER).notes == [
+        "a.qkv_proj.weight: its module's output_sizes has 2 entries for 3 parts, so the sizes are those of the checkpoint"
     ]

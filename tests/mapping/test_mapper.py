@@ -298,3 +298,28 @@ def test_lint_of_composed_mappers_judges_each_by_what_the_one_before_it_makes():
     second = WeightsMapper(orig_to_new_prefix={"a.": "c.", "b.": "d."})
     [finding] = first.then(second).lint(["a.x"], ["d.x"])
     assert (finding.kind, finding.rule) == ("never-fires", "prefix 'a.' -> 'c.'")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"split": 3}, "split: expected a dict, found int"),
+        ({"split": {"a": 3}}, "split: expected text -> a list of different texts"),
+        ({"split": {3: ["a", "b"]}}, "split: expected text -> a list of different texts"),
+        ({"split": {"": ["a", "b"]}}, "split: expected text -> a list of different texts"),
+        ({"split": {"a": ["b", "b"]}}, "split: expected text -> a list of different texts"),
+        ({"transposed": "x"}, "transposed: expected a list, found str"),
+        ({"transposed": [3]}, "transposed: expected globs of stored names, found 3"),
+        ({"orig_to_new_renaming": 3}, "orig_to_new_renaming: expected a list, found int"),
+        ({"orig_to_new_stacked": {"a": ("", 0)}}, "expected .name of the fused parameter, part., found"),
+        ({"orig_to_new_stacked": {"a": ("b", -1)}}, "an int from 0 on"),
+    ],
+)
+def test_what_is_no_rule_is_told_when_the_mapper_is_made(rules, message):
+    with pytest.raises(MappingError, match=message):
+        WeightsMapper(**rules)
+
+
+def test_lint_of_a_single_name_is_refused():
+    with pytest.raises(MappingError, match=r"found the single string 'a\.b'"):
+        WeightsMapper().lint("a.b")
