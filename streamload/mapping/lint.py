@@ -36,7 +36,7 @@ def lint(mapper: WeightsMapper, names: Sequence[str], module: Any = None) -> lis
     findings = [*_by_themselves(mapper), *_against_packed(mapper, module)]
     if names:
         findings += _by_names(mapper, names, names_of(module))
-    return findings
+    return sorted(findings, key=lambda finding: finding.kind == "own-output")  # those that do no harm come last
 
 
 def _by_themselves(mapper: WeightsMapper) -> Iterator[Finding]:
@@ -100,12 +100,23 @@ def _raw_stacked(rules: Sequence[Stacked]) -> Iterator[Finding]:
                 "shadowed", f"stacked {first}", f"{rule} matches the same components and comes later, so it wins"
             )
 
+    for rule in rules:
+        if (said := _letter(rule)) and rule.shard in ("q", "k", "v") and said != rule.shard:
+            yield Finding("parts", f"stacked {rule}", f"{rule.parts[-1]!r} goes to part {rule.shard!r}, not {said!r}")
     for target, own in targets.items():
         parts, why = order_of_parts(part for rule in own for part in rule.own_parts)
         if why:
             yield Finding(
                 "parts", "", f"{'.'.join(target)!r} is filled with parts {', '.join(map(repr, parts))}: {why}"
             )
+
+
+def _letter(rule: Stacked) -> str:
+    """The part that the name of a stored tensor suggests, such as q for ``q_proj``."""
+    last = next((part for part in reversed(rule.parts) if part not in ("weight", "bias", "*")), "")
+    words = {"query": "q", "key": "k", "value": "v"}
+    first = last.split("_")[0]
+    return words.get(first, first if first in words.values() else "")
 
 
 def _by_names(mapper: WeightsMapper, names: Sequence[str], home: set[str] | None) -> Iterator[Finding]:

@@ -69,3 +69,16 @@ def test_stacked_rules_against_what_the_class_packs():
     )
     assert "packs 'gate_up_proj', but no stacked rule fills it" in messages[1]
     assert "'other', which packed_modules_mapping does not list" in messages[2]
+
+
+def test_swapped_parts_are_told_and_what_does_no_harm_comes_last():
+    rules = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "v"), "self.value": ("qkv_proj", "k")}
+    findings = WeightsMapper(orig_to_new_stacked=rules).lint()
+    assert [(each.kind, each.message) for each in findings if each.kind == "parts"] == [
+        ("parts", "'k_proj' goes to part 'v', not 'k'"),
+        ("parts", "'value' goes to part 'k', not 'v'"),
+    ]
+    kinds = [each.kind for each in findings]
+    assert kinds == sorted(kinds, key="own-output".__eq__)
+    right = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
+    assert {each.kind for each in WeightsMapper(orig_to_new_stacked=right).lint()} == {"own-output"}

@@ -126,7 +126,7 @@ def test_leaving_in_the_middle_leaves_nothing_behind(tmp_path):
     path = write_safetensors(tmp_path / "m.safetensors", big())
     before = left_over()
     with source_of(path) as source:
-        name, first = next(source)
+        _, first = next(source)
     assert left_over() == before
     assert first.eq(0).all()
     assert list(source) == []
