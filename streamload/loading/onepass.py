@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -14,24 +13,23 @@ from torch import Tensor
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import BITS, castable
 from streamload.errors import BudgetError, LoadError
-from streamload.loading.execute import Difference
 from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
 from streamload.loading.held import Held
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Mismatch
-from streamload.loading.ledger import Ledger
 from streamload.loading.matching import Blocks, Matched
 from streamload.loading.naming import Router
 from streamload.loading.operation import Operation, compute
 from streamload.loading.placement import Placement
 from streamload.loading.planning import Copy, LoadPlan, conclude
-from streamload.loading.rectangles import copy_into, difference, rectangle, spec_of
-from streamload.loading.room import make_room, to_meta, untie
+from streamload.loading.rectangles import spec_of
+from streamload.loading.room import to_meta
 from streamload.loading.run import Teller
 from streamload.loading.targets import Targets
 from streamload.loading.wrappers import Unwrapper
+from streamload.loading.written import Written
 from streamload.memory import Meter
 from streamload.sources.dtypes import CODES
 
@@ -61,8 +59,7 @@ class OnePass:
     """Takes a stream in. Tensors are written as they come; those whose place depends on others are cloned until then."""
 
     def __init__(self, items: Iterable[Any], plan: LoadPlan, order: Order) -> None:
-        self.plan, self.targets, self.ledger = plan, order.targets, Ledger([])
-        self.differences: list[Difference] = []
+        self.plan, self.targets = plan, order.targets
         self.spoilt: list[str] = []
         self._items, self._order = items, order
         self._matched = Matched(plan, order.targets, order.router, order.unexpected)
@@ -73,12 +70,10 @@ class OnePass:
         self._foreseen: dict[str, Mapping[str, TensorSpec]] = {}
         self._blocks: dict[str, dict[str, list[Placement]]] = {}
         self._done: dict[str, set[Placement]] = defaultdict(set)
-        self._elements: dict[str, int] = {}
-        self._touched: set[str] = set()
         self._computed: set[str] = set()
-        self._untied: set[str] = set()
+        self._written = Written(plan, order.targets, order.device, order.teller, may_untie=order.untie)
+        self.ledger, self.differences = self._written.ledger, self._written.differences
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
-        self._writers: dict[str, str] = {}
         self._foreign: BaseException | None = None
 
     @property
@@ -93,11 +88,11 @@ class OnePass:
 
     def names(self) -> Collection[str]:
         """The targets that are being filled; once the stream has ended, those that are complete."""
-        return self._elements.keys()
+        return self._written.elements.keys()
 
     def touched(self) -> Collection[str]:
         """The targets that have been written to."""
-        return self._touched
+        return self._written.touched
 
     def passes_on(self, error: BaseException) -> bool:
         """Whether ``error`` came out of the stream."""
@@ -202,11 +197,11 @@ class OnePass:
             placements = self._fitter.fit(target, arrival, latest=True)
         done, own = self._done[target], 0
         if isinstance(arrival, TensorSpec):
-            return not placements or self._write(target, placements[0], tensor)
+            return not placements or self._written.put(target, placements[0], tensor)
         for placement in placements:
             source = tensor if placement.spec.name == stored else self._held.get(placement.spec.name)
             if placement not in done:
-                if source is None or not self._write(target, placement, source):
+                if source is None or not self._written.put(target, placement, source):
                     continue
                 done.add(placement)
             own += placement.spec.name == stored
@@ -223,51 +218,6 @@ class OnePass:
         if isinstance(arrival, Fused):
             return arrival.expects(stored)
         return len(self._blocks[target].get(stored, [])) if isinstance(arrival, Blocks) else 1  # of a spread one
-
-    def _write(self, target: str, placement: Placement, tensor: Tensor) -> bool:
-        """Put a rectangle of ``tensor`` into its place; ``False`` when it has to be compared with what has not come yet."""
-        first = self.targets.aliases.get(target, target)
-        value = rectangle(tensor, placement)
-        if self._writers.setdefault(first, target) != target:
-            if self._elements.get(first) != prod(self.targets.specs[first].shape):
-                return False
-            copy = Copy(placement._replace(target=first), target)
-            largest = difference(self.targets.tensors[first], placement, value)
-            if largest is None or not self._order.untie:
-                self.plan.copies.append(copy)
-                self.differences += [Difference(copy, largest)] if largest is not None else []
-                self.ledger.add(copy.placement)
-                return True
-            self._part(first, target)
-            first = target
-        self._room(first, whole=placement.target_region is None)
-        copy_into(self.targets.tensors[first], placement, value)
-        if first not in self._untied:
-            self._elements[first] += value.numel() * (2 if placement.spec.dtype == "F4" else 1)
-        self.ledger.add(placement._replace(target=first))
-        if self._order.teller is not None:
-            self._order.teller(self.ledger)
-        return True
-
-    def _part(self, first: str, target: str) -> None:
-        """Undo the tie of ``target``, which has the values of ``first`` so far, all of which have been written."""
-        served = {alias for alias, other in self.targets.aliases.items() if other == first and alias in self._done}
-        for alias in [target] if target != first else sorted(served | {self._writers[first]}):
-            untie(self.targets, alias, keep=True)
-            self.plan.notes.append(f"{alias}: untied from {first}, since the checkpoint stores two values")
-            self._elements[alias] = prod(self.targets.specs[alias].shape)
-            self._writers[alias] = alias
-            self._untied.add(alias)
-        self._untied.add(first)
-        if target == first:
-            self._writers[first] = first
-
-    def _room(self, target: str, *, whole: bool) -> None:
-        if target not in self._elements:
-            make_room(self.targets, [target], self._order.device, keep=() if whole else (target,))
-            self._elements[target] = 0
-            self._touched.add(target)
-        self.targets.touched = True
 
     def _compute(self, target: str, operation: Operation, stored: str, tensor: Tensor) -> bool:
         """Run ``operation`` once the last of its tensors has come; whether it has run."""
@@ -289,8 +239,7 @@ class OnePass:
             self._fitter.fit(each, operation)
             if self._fitter.refuses(each):
                 return True
-            self._room(each, whole=True)
-            self._elements[each] = prod(self.targets.specs[each].shape)
+            self._written.computed(each)
         compute(operation, {name: each for name, each in tensors.items() if each is not None}, self.targets)
         self._computed.add(target)
         for name, spec in operation.sources.items():
@@ -306,10 +255,8 @@ class OnePass:
                 self._convert(group, matched.in_order(specs))
             elif len(specs) < len(self._foreseen[group]):
                 matched.take_back(group, specs)
-        for (
-            stored,
-            target,
-        ) in self._held.waiting():  # copies of tied parameters that came before the first had all its parts
+        # Copies of tied parameters that came before the first had all its parts.
+        for stored, target in self._held.waiting():
             if target in matched.arrived and (tensor := self._held.get(stored)) is not None:
                 self._serve(target, stored, tensor)
         fused = [each for each in matched.arrived.values() if isinstance(each, Fused)]
@@ -318,19 +265,20 @@ class OnePass:
             self._fitter.fit(each.target.name, each)
         self._fitter.publish()
         matched.think_again()
-        incomplete = {name for name in targets.specs if self._elements.get(name, 0) != prod(targets.specs[name].shape)}
+        written = self._written
+        incomplete = {name for name in targets.specs if not written.is_complete(name)}
         misfits = {targets.aliases.get(each.name, each.name) for each in plan.mismatched_keys}
-        for name in (incomplete | misfits) & self._from_meta & self._touched:
+        for name in (incomplete | misfits) & self._from_meta & written.touched:
             to_meta(targets, name)  # what nobody wrote would be raw memory
         conclude(plan, targets, matched, router, (self._order.unexpected, self._order.missing))
         explained = {*plan.missing_keys, *plan.dropped}
         if lost := sorted(incomplete - misfits - {targets.aliases.get(name, name) for name in explained}):
             raise LoadError(f"not every byte of {lost[0]} was written once, which is a fault of streamload")
         for name in incomplete | misfits:
-            self._elements.pop(name, None)
-        self.spoilt = sorted((misfits & self._touched) - self._from_meta)
+            written.elements.pop(name, None)
+        self.spoilt = sorted((misfits & written.touched) - self._from_meta)
         plan.notes += [f"{name}: written to before the stream showed that it does not fit" for name in self.spoilt]
-        plan.tied = {alias: first for alias, first in targets.aliases.items() if first in self._elements}
+        plan.tied = {alias: first for alias, first in targets.aliases.items() if first in written.elements}
 
 
 def _by_source(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
