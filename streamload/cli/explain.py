@@ -34,12 +34,13 @@ _SHOWN = 24
 @click.option(
     "--mapper",
     metavar="MODULE:OBJECT",
-    help="Ask this mapper instead: a WeightsMapper, vLLM's, or a class that has one. MODULE is imported.",
+    help="Ask only this mapper, and no model: a WeightsMapper, vLLM's, or a class that has one. MODULE is imported.",
 )
 def command(location: str, name: str, as_json: bool, revision: str | None, base: bool, mapper: str | None) -> None:
     """Say what becomes of NAME, a tensor of the checkpoint at LOCATION or a parameter of its model.
 
-    Exit code 1 when the tensor finds no place, or the parameter nothing that fills it.
+    Exit code 1 when the tensor finds no place, or the parameter nothing that fills it. With --mapper NAME is a stored tensor,
+    and the answer is what the rules make of it, wherever that may be.
     """
     checkpoint = Checkpoint.open(location, revision=revision)
     found = _by_mapper(checkpoint, name, mapper) if mapper is not None else _by_plan(checkpoint, name, base)
