@@ -15,7 +15,7 @@ from streamload.checkpoint.spec import Stamp
 from streamload.loading.ledger import Ledger
 from streamload.loading.operation import Operation, compute
 from streamload.loading.placement import Placement, Region, pieces, run_of
-from streamload.loading.planning import Copy, LoadPlan
+from streamload.loading.planning import Copy, Difference, LoadPlan
 from streamload.loading.rectangles import CARRIER, largest_difference
 from streamload.loading.room import make_room, untie
 from streamload.loading.targets import Target, Targets
@@ -48,13 +48,6 @@ def _is_cut(placement: Placement, target: Target) -> bool:
 
 def _inputs(operation: Operation) -> list[Placement]:
     return [Placement(spec, name) for name, spec in operation.sources.items()]
-
-
-class Difference(NamedTuple):
-    """A stored copy of a tied parameter that is not what was written."""
-
-    copy: Copy
-    largest: float
 
 
 class Execution:
@@ -128,7 +121,8 @@ class Execution:
     def untie(self, copies: Sequence[Copy]) -> None:
         """Give the aliases of ``copies`` memory of their own and read their values into it."""
         for alias in dict.fromkeys(copy.alias for copy in copies):
-            untie(self.targets, alias)
+            self.plan.notes.append(untie(self.targets, alias))
+            del self.plan.tied[alias]
         more = [copy.placement._replace(target=copy.alias) for copy in copies]
         first = self._expect(more)
         with self._pool() as pool:

@@ -31,7 +31,8 @@ def forecast(
     budget = budget_for(params, already, memory_limit)
     if memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
-    computing = _computing(made, targets, budget - FIXED_OVERHEAD - MIN_WINDOW)
+    reading = FIXED_OVERHEAD + MIN_WINDOW
+    computing = max([needed_by(each, targets, budget - reading, reading) for each in made.operations], default=0)
     made.threads, made.window = split_budget(budget - computing, threads or default_threads())
     made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD + computing)
 
@@ -42,27 +43,21 @@ def budget_for(params: int, already: int, memory_limit: int | str) -> int:
     return resolve_budget(memory_limit, max(0, left))
 
 
-def needed_by(operation: Operation, targets: Targets) -> int:
+def needed_by(operation: Operation, targets: Targets, room: int, besides: int = 0) -> int:
     """Bytes that ``operation`` takes at most: what it reads, that in the target's dtype, and its results, the last two once more
     in the making.
+
+    Raises BudgetError when that is more than ``room`` bytes, which the budget leaves after ``besides`` bytes for other things.
     """
     item = max(BITS[targets.first(name).dtype] for name in operation.targets) // 8
     sources = sum(spec.nbytes + 2 * spec.numel * item for spec in operation.sources.values())
-    return sources + 2 * sum(targets.first(name).nbytes for name in operation.targets)
-
-
-def _computing(made: LoadPlan, targets: Targets, room: int) -> int:
-    """Bytes that the largest operation takes. Raises BudgetError when it does not fit."""
-    most = 0
-    for operation in made.operations:
-        need = needed_by(operation, targets)
-        if need > room:
-            raise BudgetError(
-                f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "
-                f"the budget leaves {max(0, room):,}; give memory_limit at least {need + FIXED_OVERHEAD + MIN_WINDOW:,} bytes"
-            )
-        most = max(most, need)
-    return most
+    need = sources + 2 * sum(targets.first(name).nbytes for name in operation.targets)
+    if need > room:
+        raise BudgetError(
+            f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but the "
+            f"budget leaves {max(0, room):,}; give memory_limit at least {need + besides:,} bytes"
+        )
+    return need
 
 
 def host_bytes(filled: Iterable[str], targets: Targets, device: torch.device | None) -> int:

@@ -25,7 +25,7 @@ class Held:
 
     def keep(self, stored: str, tensor: Tensor, waiting: Iterable[str]) -> None:
         """Clone ``tensor`` until the targets ``waiting`` are served. Raises BudgetError when that is too much."""
-        nbytes, targets = tensor.numel() * tensor.element_size(), set(waiting)
+        nbytes, targets = _size(tensor), set(waiting)
         if self.nbytes + nbytes > self._budget:
             first = f" since {next(iter(self._tensors))!r}" if self._tensors else ""
             raise BudgetError(
@@ -42,6 +42,10 @@ class Held:
         """The clone of ``stored``, if it is held."""
         return self._tensors.get(stored)
 
+    def size(self, stored: str) -> int:
+        """Bytes of the clone of ``stored``; 0 when it is not held."""
+        return _size(self._tensors[stored]) if stored in self._tensors else 0
+
     def waiting(self) -> Iterator[tuple[str, str]]:
         """Who is held, and for which target, in the order in which they came."""
         yield from [(stored, target) for stored, targets in self._waiting.items() for target in sorted(targets)]
@@ -52,8 +56,7 @@ class Held:
             targets.discard(target)
             if not targets:
                 del self._waiting[stored]
-                tensor = self._tensors.pop(stored)
-                self.nbytes -= tensor.numel() * tensor.element_size()
+                self.nbytes -= _size(self._tensors.pop(stored))
 
     def forget(self, target: str) -> None:
         """``target`` needs nothing more."""
@@ -65,3 +68,7 @@ class Held:
         if (targets := self._waiting.get(stored)) is not None:
             targets.update(to)
             self.release(stored, target)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from streamload.checkpoint import TensorSpec
@@ -16,7 +16,7 @@ from streamload.loading.operation import Operation
 from streamload.loading.placement import row_major
 from streamload.loading.targets import Targets
 from streamload.loading.tracing import Moved
-from streamload.loading.wrappers import wrapper_prefix
+from streamload.loading.wrappers import taken_off, wrapper_prefix
 from streamload.mapping.rules import Place
 
 #: Rule under which a tensor is dropped that the module holds as a non-persistent buffer.
@@ -74,10 +74,7 @@ class Matched:
         """Take in every tensor of ``catalog``."""
         at_home, arrived = self._targets.at_home, self.arrived
         prefix = wrapper_prefix(catalog.keys(), self.lands)
-        if prefix:
-            self._keys.notes.append(
-                f"{prefix!r} taken off every name: it is the prefix of a wrapper, not of the module"
-            )
+        self._keys.notes += taken_off(prefix)
         if self._router.trivial:
             for stored, spec in catalog.items():
                 name = stored.removeprefix(prefix)
@@ -144,13 +141,13 @@ class Matched:
                 self.arrived[place.name] = there
             there.add(spec, place.shard)
         else:
-            self._set(place.name, Cut(spec, place) if place.among else spec, [spec.name])
+            self._set(place.name, Cut(spec, place) if place.among else spec, spec.name)
 
-    def _set(self, name: str, arrival: Arrival, sources: Sequence[str]) -> None:
-        """Let ``arrival``, made of the stored tensors ``sources``, fill ``name``. Raises MappingError when that is taken."""
+    def _set(self, name: str, arrival: Arrival, source: str) -> None:
+        """Let ``arrival``, which comes from ``source``, fill ``name``. Raises MappingError when something does already."""
         if (there := self.arrived.get(name)) is not None:
             raise MappingError(
-                f"{sources_of(there)[0]!r} and {sources[0]!r} both map to {name!r}; one of them has to be renamed or dropped"
+                f"{_source_of(there)!r} and {source!r} both map to {name!r}; one of them has to be renamed or dropped"
             )
         self.arrived[name] = arrival
 
@@ -184,7 +181,7 @@ class Matched:
             for name in made.targets:
                 if not self._targets.at_home(name):
                     raise LoadError(f"{made.title}: makes {name}, which the module does not have")
-                self._set(name, made, list(specs))
+                self._set(name, made, _source_of(made))
             self._made_of[group] = list(made.targets)[:1]  # for all of them it is run once
             self.operations.append(made)
             self._keys.notes.append(f"{made.title}: computed, with its {len(specs)} stored tensors in memory at once")
@@ -198,16 +195,16 @@ class Matched:
             if not self._targets.at_home(name) or name in self._targets.recomputed:
                 self._left_over(first, Place(name), f"the conversion of {group}")
             else:
-                self._set(name, Blocks(first, moved), [first.name])
+                self._set(name, Blocks(first, moved), first.name)
 
 
-def sources_of(arrival: Arrival) -> list[str]:
-    """The stored tensors that ``arrival`` comes from, or the first of them."""
+def _source_of(arrival: Arrival) -> str:
+    """The stored tensor that ``arrival`` comes from, or the first of them."""
+    if isinstance(arrival, TensorSpec):
+        return arrival.name
     if isinstance(arrival, Fused):
-        return [each.spec.name for each in arrival.arrivals]
-    if isinstance(arrival, Operation):
-        return list(arrival.sources)
-    return [arrival.name if isinstance(arrival, TensorSpec) else arrival.spec.name]
+        return arrival.arrivals[0].spec.name
+    return next(iter(arrival.sources.values())).name if isinstance(arrival, Operation) else arrival.spec.name
 
 
 def transposed(spec: TensorSpec) -> TensorSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import BITS, castable
-from streamload.errors import BudgetError, LoadError
+from streamload.errors import LoadError
 from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
@@ -28,7 +28,7 @@ from streamload.loading.rectangles import spec_of
 from streamload.loading.room import to_meta
 from streamload.loading.run import Teller
 from streamload.loading.targets import Targets
-from streamload.loading.wrappers import Unwrapper
+from streamload.loading.wrappers import Unwrapper, taken_off
 from streamload.loading.written import Written
 from streamload.memory import Meter
 from streamload.sources.dtypes import CODES
@@ -229,12 +229,8 @@ class OnePass:
         }
         if any(each is None for each in tensors.values()):
             return False
-        need = needed_by(operation, self.targets)
-        if need > self._order.budget:
-            raise BudgetError(
-                f"{operation.title}: has to be computed with all its tensors in memory, which takes about {need:,} bytes, but "
-                f"the budget is {self._order.budget:,}; give memory_limit at least that"
-            )
+        others = self._held.nbytes - sum(self._held.size(spec.name) for spec in operation.sources.values())
+        needed_by(operation, self.targets, self._order.budget - others, others)
         for each in operation.targets:
             self._fitter.fit(each, operation)
             if self._fitter.refuses(each):
@@ -264,6 +260,7 @@ class OnePass:
         for each in fused:
             self._fitter.fit(each.target.name, each)
         self._fitter.publish()
+        plan.notes += taken_off(self._unwrap.prefix)
         matched.think_again()
         written = self._written
         incomplete = {name for name in targets.specs if not written.is_complete(name)}

@@ -51,6 +51,13 @@ class Copy(NamedTuple):
         return self.placement.target
 
 
+class Difference(NamedTuple):
+    """A stored copy of a tied parameter that is not what was written."""
+
+    copy: Copy
+    largest: float
+
+
 @dataclass(repr=False)
 class LoadPlan(Keys):
     """All placements of a load, and what will be missing, unexpected, dropped or tied."""

@@ -72,8 +72,8 @@ def _like(old: Tensor, memory: Tensor) -> Tensor:
     return new
 
 
-def untie(targets: Targets, alias: str, *, keep: bool = False) -> None:
-    """Give the tied name ``alias`` memory of its own, with the values that it had if ``keep`` says so.
+def untie(targets: Targets, alias: str, *, keep: bool = False) -> str:
+    """Give the tied name ``alias`` memory of its own, with the values that it had if ``keep`` says so; returns what to note.
 
     Raises LoadError when it is the same module's parameter.
     """
@@ -90,3 +90,4 @@ def untie(targets: Targets, alias: str, *, keep: bool = False) -> None:
     targets.specs[alias] = targets.specs[first]._replace(name=alias)
     memory = torch.empty_like(old, requires_grad=False)
     _replace(targets, alias, memory.copy_(old.detach()) if keep else memory)
+    return f"{alias}: untied from {first}, since the checkpoint stores two values"

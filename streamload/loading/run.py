@@ -10,12 +10,11 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from streamload.errors import BudgetError, LoadError, MappingError
-from streamload.loading.execute import Difference
 from streamload.loading.failure import where
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, marked, put, settle
-from streamload.loading.planning import Copy, LoadPlan
+from streamload.loading.planning import Copy, Difference, LoadPlan
 from streamload.loading.report import LoadReport
 from streamload.loading.targets import Targets
 from streamload.memory import Meter
@@ -57,7 +56,7 @@ class Work(Protocol):
         """Do it."""
 
     def untie(self, copies: Sequence[Copy]) -> None:
-        """Give the aliases of ``copies`` memory of their own and their values."""
+        """Give the aliases of ``copies`` memory of their own and their values, and note it."""
 
     def names(self) -> Collection[str]:
         """The targets that are filled, or will be."""
@@ -103,12 +102,8 @@ class Run:
         except BaseException as error:
             place = where(error, self.work.ledger)
             if targets.touched:
-                why = (
-                    f"the stream did not fit, {self.work.plan.problems()[0]}"
-                    if told
-                    else f"{type(error).__name__} {place}"
-                )
-                mark(model, why, self.work.touched())
+                misfit = f"the stream did not fit, {self.work.plan.problems()[0]}" if told else ""
+                mark(model, misfit or f"{type(error).__name__} {place}", self.work.touched())
             else:
                 put(model, earlier)
             self._fill(self.resident + (meter.growth if meter else 0))
@@ -158,10 +153,6 @@ class Run:
             )
         if differences:
             self.work.untie([copy for copy in plan.copies if copy.alias in apart])
-            for alias in apart:
-                plan.notes.append(
-                    f"{alias}: untied from {plan.tied.pop(alias)}, since the checkpoint stores two values"
-                )
 
     def _is_ours(self, error: BaseException) -> bool:
         """Whether ``error`` is to be told as a LoadError: not what the user's code raised, and not Ctrl-C."""

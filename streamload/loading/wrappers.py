@@ -32,6 +32,11 @@ def wrapper_prefix(names: Collection[str], lands: Callable[[str], bool]) -> str:
     )
 
 
+def taken_off(prefix: str) -> list[str]:
+    """What to note about ``prefix``, if there is one."""
+    return [f"{prefix!r} taken off every name: it is the prefix of a wrapper, not of the module"] if prefix else []
+
+
 class Unwrapper:
     """Takes a wrapper's prefix off the names of a stream. The first name that finds its place, with or without, decides."""
 

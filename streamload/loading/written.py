@@ -7,10 +7,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from streamload.loading.execute import Difference
 from streamload.loading.ledger import Ledger
 from streamload.loading.placement import Placement
-from streamload.loading.planning import Copy, LoadPlan
+from streamload.loading.planning import Copy, Difference, LoadPlan
 from streamload.loading.rectangles import copy_into, difference, rectangle
 from streamload.loading.room import make_room, untie
 from streamload.loading.run import Teller
@@ -86,8 +85,7 @@ class Written:
         aliases = self._targets.aliases
         served = {alias for alias, other in aliases.items() if other == first and alias in self._served}
         for alias in [target] if target != first else sorted(served):
-            untie(self._targets, alias, keep=True)
-            self._plan.notes.append(f"{alias}: untied from {first}, since the checkpoint stores two values")
+            self._plan.notes.append(untie(self._targets, alias, keep=True))
             self.elements[alias] = prod(self._targets.specs[alias].shape)
             self._writers[alias] = alias
             self._untied.add(alias)

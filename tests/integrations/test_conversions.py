@@ -375,6 +375,26 @@ def test_a_computation_of_several_tensors_of_a_stream(adding, order, wrapper):
     assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
 
 
+def test_what_else_is_held_counts_when_something_is_computed_from_a_stream(adding):
+    rules = [
+        WeightConverter([f"{where}.one", f"{where}.two"], f"{where}.weight", operations=[Sums()])
+        for where in ("pooler.dense", "encoder.layer.0.output.dense")
+    ]
+    register_checkpoint_conversion_mapping("AddsOne", rules, overwrite=True)
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    own = model.pooler.dense.weight.detach()
+    other = model.encoder.layer[0].output.dense.weight.detach()
+    waits = {"encoder.layer.0.output.dense.one": other.clone()}
+    group = {f"pooler.dense.{name}": own.clone() for name in ("one", "two")}
+    need = 8 * own.nbytes  # two sources, twice that in the dtype of the parameter, and its result twice
+    assert load(model, group, memory_limit=need, strict=False).clones == 1
+    load(model, waits | group, memory_limit=need + other.nbytes, strict=False)
+    with pytest.raises(
+        BudgetError, match=rf"leaves {need - 1:,}; give memory_limit at least {need + other.nbytes:,} bytes"
+    ):
+        load(model, waits | group, memory_limit=need + other.nbytes - 1, strict=False)
+
+
 @pytest.mark.parametrize("wrapper", ["", "module."])
 def test_experts_first_of_another_dtype_and_beside_the_merged_form(tmp_path, wrapper):
     original = altered(tmp_path, lambda tensors: None)

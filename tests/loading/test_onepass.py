@@ -234,8 +234,11 @@ def test_parts_of_a_tied_parameter_come_apart_without_losing_those_that_are_equa
 
 def test_wrapper_prefixes_and_names_that_come_twice(ring):
     model = module_of({"a": torch.zeros(2), "b": torch.zeros(2)})
-    load(model, ring({"module._orig_mod.a": torch.ones(2), "module._orig_mod.b": torch.ones(2)}))
+    report = load(model, ring({"module._orig_mod.a": torch.ones(2), "module._orig_mod.b": torch.ones(2)}))
     assert model.b.tolist() == [1, 1]
+    assert report.notes == [
+        "'module._orig_mod.' taken off every name: it is the prefix of a wrapper, not of the module"
+    ]
     with pytest.raises(MappingError, match=r"of 'module.a' and 'b' only one carries the prefix of a wrapper"):
         load(model, ring({"module.a": torch.ones(2), "b": torch.ones(2)}))
     with pytest.raises(LoadError, match="'a' comes twice in the stream"):
