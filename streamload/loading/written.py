@@ -51,7 +51,7 @@ class Written:
         if self._writers.setdefault(first, target) != target:
             if not self.is_complete(first):
                 return False
-            copy = Copy(placement._replace(target=first), target)
+            copy = Copy(placement._replace(target=self._writers[first]), target)
             largest = difference(self._targets.tensors[first], placement, value)
             if largest is None or not self._may_untie:
                 self._served.add(target)
@@ -89,6 +89,10 @@ class Written:
             self.elements[alias] = prod(self._targets.specs[alias].shape)
             self._writers[alias] = alias
             self._untied.add(alias)
+        parted = {target, *(served if target == first else ())}
+        self._plan.copies[:] = [
+            copy for copy in self._plan.copies if copy.alias not in parted
+        ]  # these are none any more
         self._untied.add(first)
         if target == first:
             self._writers[first] = first

@@ -375,6 +375,30 @@ def test_a_computation_of_several_tensors_of_a_stream(adding, order, wrapper):
     assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_computation_of_however_many_tensors_runs_once(adding, wrapper):
+    runs = []
+
+    class Counted(ConversionOps):
+        def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+            [tensors] = input_dict.values()
+            runs.append([tensor.device.type for tensor in tensors])
+            return {target_patterns[0]: sum(tensors)}
+
+    rule = WeightConverter(["pooler.parts.*.weight"], "pooler.dense.weight", operations=[Counted()])
+    register_checkpoint_conversion_mapping("AddsOne", [rule], overwrite=True)
+    tensors = dict(hf.BertModel(AddsOneConfig(**ENCODER)).state_dict())
+    whole = tensors.pop("pooler.dense.weight")
+    parts = {f"pooler.parts.{number}.weight": torch.full_like(whole, number + 1.0) for number in range(3)}
+    model = AddsOne(AddsOneConfig(**ENCODER))
+    report = load(model, RingSource({wrapper + name: tensor for name, tensor in (parts | tensors).items()}))
+    assert report.ok
+    assert model.pooler.dense.weight.eq(6).all()
+    assert [devices for devices in runs if "meta" not in devices][-1:] == [["cpu"] * 3]
+    assert sum(devices == ["cpu"] * 3 for devices in runs) == 2  # once traced, once for the values
+    assert report.bytes_wanted == sum(tensor.nbytes for tensor in (parts | tensors).values())
+
+
 def test_what_else_is_held_counts_when_something_is_computed_from_a_stream(adding):
     rules = [
         WeightConverter([f"{where}.one", f"{where}.two"], f"{where}.weight", operations=[Sums()])

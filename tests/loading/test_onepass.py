@@ -333,15 +333,14 @@ def test_a_tie_comes_apart_whichever_name_comes_first(ring):
 
 
 @pytest.mark.parametrize("equal", ["", "q", "k", "v", "qk", "qv", "kv", "qkv"])
-@pytest.mark.parametrize("first", ["a", "b"])
-def test_fused_parameters_come_apart_whichever_parts_differ(ring, equal, first):
+@pytest.mark.parametrize("order", ["aq ak av bq bk bv", "bq bk bv aq ak av", "aq bq bk ak bv av", "bv av ak bk aq bq"])
+def test_fused_parameters_come_apart_whichever_parts_differ(ring, equal, order):
     model = module_of({"a.qkv_proj.weight": torch.zeros(8, 4), "b.qkv_proj.weight": torch.zeros(8, 4)})
     model.b.qkv_proj.weight = model.a.qkv_proj.weight
     sizes = {"q": 4, "k": 2, "v": 2}
     tensors = {
-        f"{name}.{part}_proj.weight": torch.full((size, 4), 1.0 if name == "a" or part in equal else 2.0)
-        for name in sorted("ab", reverse=first == "b")
-        for part, size in sizes.items()
+        f"{name}.{part}_proj.weight": torch.full((sizes[part], 4), 1.0 if name == "a" or part in equal else 2.0)
+        for name, part in order.split()
     }
     report = load(model, ring(tensors), mapper=MAPPER, untie=True)
     assert report.ok
@@ -349,6 +348,17 @@ def test_fused_parameters_come_apart_whichever_parts_differ(ring, equal, first):
         wanted = torch.cat([tensors[f"{name}.{part}_proj.weight"] for part in sizes])
         assert torch.equal(getattr(model, name).qkv_proj.weight, wanted)
     assert (model.a.qkv_proj.weight is model.b.qkv_proj.weight) == (equal == "qkv")
+    [note] = report.notes
+    first, second = ("a", "b") if order[0] == "a" else ("b", "a")
+    same = f"{second}.qkv_proj.weight: stored as well as {first}.qkv_proj.weight, with equal values; they stay tied"
+    apart = "b.qkv_proj.weight: untied from a.qkv_proj.weight, since the checkpoint stores two values"
+    assert note == (same if equal == "qkv" else apart)
+
+
+def test_ties_that_differ_are_told_with_both_names(ring):
+    tensors = {"head.weight": rows(6, 2, 4), "embed.weight": rows(6, 1, 4)}
+    with pytest.raises(LoadError, match=r"embed.weight and head.weight are tied in the module but differ"):
+        load(tied(), ring(tensors))
 
 
 def test_parts_of_a_parameter_whose_first_name_the_rules_do_not_spell(ring, tmp_path):

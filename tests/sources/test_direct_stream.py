@@ -155,6 +155,20 @@ def test_a_file_that_was_cut_short_is_told(tmp_path):
     assert left_over()[0] == before
 
 
+def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", big())
+    source, before = source_of(path), left_over()
+    _, first = next(source)
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) - 2 * MiB)
+    with pytest.raises(SourceError, match=r"m.safetensors: the file ends at byte [\d,]+, but its header promises"):
+        for _, _ in source:
+            pass
+    assert source.closed
+    assert left_over() == before
+    assert first.eq(0).all()
+
+
 def test_loading_from_it_and_under_guard(tmp_path):
     tensors = big()
     path = write_safetensors(tmp_path / "m.safetensors", tensors)
