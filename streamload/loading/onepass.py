@@ -70,7 +70,6 @@ class OnePass:
         self._foreseen: dict[str, Mapping[str, TensorSpec]] = {}
         self._blocks: dict[str, dict[str, list[Placement]]] = {}
         self._done: dict[str, set[Placement]] = defaultdict(set)
-        self._computed: set[str] = set()
         self._written = Written(plan, order.targets, order.device, order.teller, may_untie=order.untie)
         self.ledger, self.differences = self._written.ledger, self._written.differences
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
@@ -221,8 +220,6 @@ class OnePass:
 
     def _compute(self, target: str, operation: Operation, stored: str, tensor: Tensor) -> bool:
         """Run ``operation`` once the last of its tensors has come; whether it has run."""
-        if target in self._computed:
-            return True
         tensors = {
             name: tensor if spec.name == stored else self._held.get(spec.name)
             for name, spec in operation.sources.items()
@@ -237,7 +234,6 @@ class OnePass:
                 return True
             self._written.computed(each)
         compute(operation, {name: each for name, each in tensors.items() if each is not None}, self.targets)
-        self._computed.add(target)
         for name, spec in operation.sources.items():
             self.ledger.add(Placement(spec, name))
             self._held.release(spec.name, target)
