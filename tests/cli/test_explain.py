@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.cli.test_commands import MODEL, refused, run
+from streamload import cli
+from tests.cli.test_commands import MODEL, Done
+from tests.cli.test_commands import run as run_alone
 
 MAPPERS = """
 from streamload import WeightsMapper
@@ -21,6 +25,21 @@ class Model:
     hf_to_vllm_mapper = mapper
 number = 3
 """
+
+
+def run(*arguments: object) -> Done:
+    """The command in this process, which has imported its libraries already."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+        cli.main([*map(str, arguments)])
+    assert isinstance(left.value.code, int)
+    return Done(left.value.code, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments: object) -> str:
+    done = run(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    return done.err
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +58,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_expert_goes_to_its_rows(experts: Path) -> None:
-    done = run("explain", experts, "model.layers.0.mlp.experts.1.up_proj.weight")
+    done = run_alone("explain", experts, "model.layers.0.mlp.experts.1.up_proj.weight")
     assert done.code == 0
     assert "model.layers.0.mlp.experts.gate_up_proj[1:2, 4:8, 0:8] by transformers' conversion of" in done.out
 
@@ -76,14 +95,15 @@ def test_a_name_that_nobody_knows_is_refused_with_close_ones() -> None:
 
 
 @pytest.mark.parametrize("which", ["mapper", "Model"])
-def test_a_mapper_of_the_users_own(experts: Path, tmp_path: Path, which: str) -> None:
+def test_a_mapper_of_the_users_own(experts: Path, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_mappers.py").write_text(MAPPERS)
     name = "model.layers.0.self_attn.q_proj.weight"
-    done = run("explain", experts, name, "--mapper", f"own_mappers:{which}", "--json", PYTHONPATH=str(tmp_path))
+    done = run("explain", experts, name, "--mapper", f"own_mappers:{which}", "--json")
     assert done.code == 0
     assert (done.json["mapped"], done.json["shard"]) == ("language_model.model.layers.0.self_attn.qkv_proj.weight", "q")
     assert [step["stage"] for step in done.json["steps"]] == ["stacked", "prefix"]
-    done = run("explain", experts, "lm_head.weight", "--mapper", f"own_mappers:{which}", PYTHONPATH=str(tmp_path))
+    done = run("explain", experts, "lm_head.weight", "--mapper", f"own_mappers:{which}")
     assert (done.code, "= dropped" in done.out) == (0, True)
 
 

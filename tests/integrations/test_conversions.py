@@ -325,20 +325,14 @@ def test_a_stored_tensor_that_is_split_over_several_parameters(tmp_path, as_stre
 def test_merging_experts_with_a_cast_takes_no_more_than_was_forecast(tmp_path):
     sizes = {"width": 512, "layers": 6, "vocabulary": 4000, "experts": 32}
 
-    def measured(way):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.integrations.measured",
-            way,
-            "Qwen3-MoE",
-            str(tmp_path),
-            json.dumps(sizes),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1]) if way != "save" else None
+    cls, config = architectures(Sizes(**sizes))["Qwen3-MoE"]
+    saved(cls, config(), tmp_path, torch.bfloat16)
 
-    measured("save")
+    def measured(way):
+        command = [sys.executable, "-m", "tests.integrations.measured", way, "Qwen3-MoE", str(tmp_path)]
+        done = subprocess.run([*command, json.dumps(sizes)], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
     ours, theirs = measured("streamload"), measured("from_pretrained")
     assert ours["sum"] == theirs["sum"]
     assert ours["params"] == theirs["params"] > 2 * 150 * 2**20
