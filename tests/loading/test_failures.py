@@ -181,7 +181,8 @@ def test_ctrl_c(path, state, tmp_path):
     """A real SIGINT in the middle of a load, which a slow callback holds there."""
     state(path)
     script = f"""
-        import os, sys, threading, time, torch
+        import os, signal, sys, threading, time, torch
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         from streamload import load
         from streamload.testing import module_of
         module = module_of({{f"layers.{{n}}.w": torch.zeros(1000, 250) for n in range({COUNT})}})
