@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from streamload.mapping import Mapped, WeightsMapper
     from streamload.memory import Limits, Meter
     from streamload.sources.guard import guard
+    from streamload.sources.source import Source
+    from streamload.sources.stream import stream
 
 _ROOMS = {
     "checkpoint": ("Checkpoint", "TensorSpec"),
@@ -61,6 +63,8 @@ _ROOMS = {
     "mapping": ("Mapped", "WeightsMapper"),
     "memory": ("Limits", "Meter"),
     "sources.guard": ("guard",),
+    "sources.source": ("Source",),
+    "sources.stream": ("stream",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -79,6 +83,7 @@ __all__ = [
     "MappingError",
     "Meter",
     "Progress",
+    "Source",
     "SourceError",
     "StreamloadError",
     "TensorSpec",
@@ -90,6 +95,7 @@ __all__ = [
     "plan",
     "restore_buffers",
     "skeleton",
+    "stream",
 ]
 
 

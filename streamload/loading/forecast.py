@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 
 import torch
@@ -15,6 +14,7 @@ from streamload.loading.planning import Forecast, LoadPlan
 from streamload.loading.targets import Targets, is_solid
 from streamload.memory import Limits, resolve_budget
 from streamload.memory.meter import resident_bytes
+from streamload.sources.direct import default_threads
 from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, split_budget
 
 
@@ -66,11 +66,6 @@ def host_bytes(filled: Iterable[str], targets: Targets, device: torch.device | N
         return 0
     elsewhere = targets.on_device if device is None else ()
     return sum(targets.specs[name].nbytes for name in filled if name not in elsewhere)
-
-
-def default_threads() -> int:
-    """Reading threads: one for each core that this process may use, at least two and at most eight."""
-    return min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 def resident(filled: Collection[str], targets: Targets) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +17,11 @@ from streamload.sources.staging import Staging
 
 #: Bytes that a thread takes on at a time. Reads from the page cache need no memory, so this may exceed the window.
 JOB = 8 * 1024 * 1024
+
+
+def default_threads() -> int:
+    """Reading threads: one for each core that this process may use, at least two and at most eight."""
+    return min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 class FileReads(NamedTuple):

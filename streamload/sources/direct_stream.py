@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from streamload.sources.batches import Batch, Read, batches
 from streamload.sources.direct import JOB
 from streamload.sources.file import File
 from streamload.sources.ring import Place, Ring, Slot, arrange
-from streamload.sources.source import Source
+from streamload.sources.source import CatalogSource, Tally
 from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, WINDOW, Staging, StagingPool
 from streamload.sources.system import BLOCK
 
@@ -42,62 +42,86 @@ class _Job(NamedTuple):
     batch: Batch
 
 
-class DirectSource(Source):
+class DirectSource(CatalogSource):
     """Tensors in the order of the files, each in host memory that is reused only when nobody holds a tensor in it any more.
 
-    ``specs``: what to read; ``stamps``: what the files were when their headers were read. ``budget``: bytes of all buffers.
-    Tensors are read ahead as far as the budget allows. A consumer may keep tensors, which pins their buffers; when the budget
-    leaves none, BudgetError names the first tensor kept. Raises BudgetError at once when two neighbouring tensors do not fit,
-    and SourceError when a file cannot be read.
+    ``budget``: bytes of all buffers, within which tensors are read ahead. A consumer may keep tensors, which pins their
+    buffers; when the budget leaves none, BudgetError names the first tensor kept. Raises BudgetError at once when two
+    neighbouring tensors do not fit, and SourceError when a file cannot be read.
     """
 
     def __init__(
         self, specs: Sequence[TensorSpec], stamps: Mapping[str, Stamp | None], budget: int, threads: int
     ) -> None:
-        super().__init__()
-        self.names = [spec.name for spec in specs]
-        self._budget, self._stamps = budget, stamps
-        windows = min(threads, max(1, (budget // 4) // WINDOW))
-        window = max(MIN_WINDOW, min(WINDOW, budget // 8 - budget // 8 % BLOCK))
-        room = budget - windows * window - FIXED_OVERHEAD
-        self._loads = _divided(specs, max(1, min(_SLOT, room // 4)))
-        most = _most_at_once(self._loads)
-        if most > room:
+        super().__init__(specs, stamps)
+        self._budget = budget
+        self._windows, self._window = _windows(budget, threads)
+        self.look_ahead_bytes = budget - self._windows * self._window - FIXED_OVERHEAD
+        if self.look_ahead_bytes < (most := _most_at_once(self._loads())):
             largest = max(specs, key=lambda spec: spec.nbytes)
             raise BudgetError(
                 f"memory_limit of {budget:,} bytes is too small to lend whole tensors: the largest, {largest.name!r}, has "
-                f"{largest.nbytes:,} bytes, and with its neighbour and the reading {most + budget - room:,} bytes are needed"
+                f"{largest.nbytes:,} bytes, and with its neighbour and the reading "
+                f"{most + budget - self.look_ahead_bytes:,} bytes are needed"
             )
-        self.look_ahead_bytes = room
-        self._ring = Ring(room)
+
+    def _loads(self) -> list[_Load]:
+        return _divided(self._specs, max(1, min(_SLOT, self.look_ahead_bytes // 4)))
+
+    def _stream(self) -> _Reader:
+        crew = _Crew(self._windows, self._window)
+        return _Reader(self._loads(), self._stamps, Ring(self.look_ahead_bytes), crew, self._budget, self.tally)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of buffers that cannot be reused, because somebody holds a tensor in them."""
+        return self._items.pinned_bytes if isinstance(self._items, _Reader) else 0
+
+
+def needed(specs: Sequence[TensorSpec]) -> int:
+    """The smallest budget that a DirectSource of ``specs`` is sure to work with, and reads ahead with: four slots of the largest."""
+    room = max(2 * _most_at_once(_divided(specs, _SLOT)), 4 * MIN_WINDOW)
+    return room + max(room // 3, MIN_WINDOW) + 2 * FIXED_OVERHEAD
+
+
+def _windows(budget: int, threads: int) -> tuple[int, int]:
+    """How many windows for reading, and of how many bytes."""
+    return min(threads, max(1, (budget // 4) // WINDOW)), max(
+        MIN_WINDOW, min(WINDOW, budget // 8 - budget // 8 % BLOCK)
+    )
+
+
+class _Reader(Iterator["tuple[str, Tensor]"]):
+    """Goes through ``loads``; what it has lent stays valid when it is closed."""
+
+    def __init__(
+        self,
+        loads: list[_Load],
+        stamps: Mapping[str, Stamp | None],
+        ring: Ring,
+        crew: _Crew,
+        budget: int,
+        tally: Tally,
+    ) -> None:
+        self._loads, self._stamps, self._ring, self._crew = loads, stamps, ring, crew
+        self._budget, self._tally = budget, tally
         self._slots: dict[int, Slot] = {}
         self._next = self._submitted = 0
         self._left: dict[int, int] = {}
         self._waiting: deque[Place] = deque()
         self._current: Slot | None = None
-        self._crew = _Crew(windows, window)
-        self._finalizer = weakref.finalize(self, _Crew.close, self._crew)
-        self.bytes_read = 0
+        self._finalizer = weakref.finalize(self, _Crew.close, crew)
 
     def __next__(self) -> tuple[str, Tensor]:
-        if self.closed:
-            raise StopIteration
-        try:
-            while not self._waiting:
-                if not self._step():
-                    self.close()
-                    raise StopIteration
-            place = self._waiting.popleft()
-            assert self._current is not None
-            tensor = self._current.lend(place)
-            if not self._waiting:
-                self._current.busy, self._current = False, None
-            return place.spec.name, tensor
-        except StopIteration:
-            raise
-        except BaseException:
-            self.close()
-            raise
+        while not self._waiting:
+            if not self._step():
+                raise StopIteration
+        place = self._waiting.popleft()
+        assert self._current is not None
+        tensor = self._current.lend(place)
+        if not self._waiting:
+            self._current.busy, self._current = False, None
+        return place.spec.name, tensor
 
     def _step(self) -> bool:
         """Move on to the next slot; ``False`` at the end."""
@@ -120,7 +144,7 @@ class DirectSource(Source):
             if error is not None:
                 raise error
             self._left[number] -= 1
-            self.bytes_read += nbytes
+            self._tally.bytes_read += nbytes
         del self._left[self._next]
         load = self._loads[self._next]
         self._current, self._waiting = self._slots.pop(self._next), deque(load.places)
@@ -155,8 +179,7 @@ class DirectSource(Source):
         return sum(nbytes for _, nbytes in self._ring.pinned)
 
     def close(self) -> None:
-        """Stop reading. Tensors that somebody holds stay valid."""
-        super().close()
+        """Stop reading."""
         self._waiting, self._current = deque(), None
         self._slots.clear()
         self._ring.clear()

@@ -29,6 +29,16 @@ def file_in_cache(path: str) -> bool:
         return False  # reading it will tell why
 
 
+def check_same(path: str, opened: int | str, expected: Stamp | None) -> None:
+    """Raise SourceError when ``opened``, the file or its descriptor, is not the one at ``path`` whose header was read."""
+    if expected is not None and stamp_of(opened) != expected:
+        raise SourceError(
+            f"{path}: has been replaced or changed since its header was read, so the tensors may lie elsewhere now; "
+            "open the checkpoint again",
+            path=path,
+        )
+
+
 class File:
     """See the top of this file. Several threads may read at the same time."""
 
@@ -44,7 +54,7 @@ class File:
             raise SourceError(f"{path}: cannot be opened: {error.strerror}", path=path) from error
         try:
             self._check_length(end)
-            self._check_same(stamp)
+            check_same(path, self._fd, stamp)
             if O_DIRECT:
                 self._past_cache = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
                 self._direct = True
@@ -130,14 +140,6 @@ class File:
         found = os.fstat(self._fd).st_size
         if found < expected:
             raise self._too_short(expected, found)
-
-    def _check_same(self, expected: Stamp | None) -> None:
-        if expected is not None and stamp_of(self._fd) != expected:
-            raise SourceError(
-                f"{self.path}: has been replaced or changed since its header was read, so the tensors may lie elsewhere now; "
-                "open the checkpoint again",
-                path=self.path,
-            )
 
     def _too_short(self, expected: int, found: int) -> SourceError:
         return SourceError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,13 +16,15 @@ _use_count = torch._C._storage_Use_Count
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def over_memory_of(tensor: Tensor) -> Tensor:
+def over_memory_of(tensor: Tensor, keeper: Callable[[Any], Any] | None = None) -> Tensor:
     """The same elements at the same place, in a storage object of their own, so that its holders can be counted.
 
-    ``tensor`` is in host memory; it is kept for as long as the result, or a view of it, is held.
+    ``tensor`` is in host memory; it is kept for as long as the result, or a view of it, is held: by the ``keeper`` of its numpy
+    array, if there is one.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return torch.from_numpy(plain.view(_CARRIERS[plain.dtype.itemsize]).numpy()).view(plain.dtype)
+    carrier = plain.view(_CARRIERS[plain.dtype.itemsize]).numpy()
+    return torch.from_numpy(carrier if keeper is None else numpy.asarray(keeper(carrier))).view(plain.dtype)
 
 
 class Loan:

@@ -129,7 +129,8 @@ def test_leaving_in_the_middle_leaves_nothing_behind(tmp_path):
         _, first = next(source)
     assert left_over() == before
     assert first.eq(0).all()
-    assert list(source) == []
+    with pytest.raises(SourceError, match="the source is closed"):
+        next(source)
     abandoned = source_of(path)
     next(abandoned)
     assert left_over() != before
