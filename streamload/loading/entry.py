@@ -17,6 +17,7 @@ from streamload.loading.buffers import stranded
 from streamload.loading.execute import Execution, needs_windows
 from streamload.loading.failure import clear_frames
 from streamload.loading.forecast import budget_for, forecast, host_bytes, resident
+from streamload.loading.held import Held
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Keys
 from streamload.loading.naming import Router
@@ -24,18 +25,19 @@ from streamload.loading.onepass import OnePass, Order
 from streamload.loading.planning import Forecast, LoadPlan, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.run import Progress, Run, Teller, refuse_misfits
+from streamload.loading.streamed import Streamed
 from streamload.loading.targets import Targets, module_targets, table_targets
+from streamload.loading.written import Written
 from streamload.memory.collector import quiet_collector
 from streamload.sources.dtypes import dtype_code
 from streamload.sources.staging import FIXED_OVERHEAD
+from streamload.sources.stream import BACKENDS, stream
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]
 """``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
 
 Stream = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 """Tensors by name that are in memory, or come by one after the other; each is used before the next is asked for."""
-
-_BACKENDS = ("auto", "direct")
 
 
 def plan(
@@ -54,6 +56,7 @@ def plan(
     progress: Callable[[Progress], None] | None = None,
     recorder: None = None,
     untie: bool = False,
+    share: bool = False,
 ) -> LoadPlan:
     """What ``load`` with the same arguments would do, from headers alone: no weight is read, ``model`` is not changed.
 
@@ -61,11 +64,21 @@ def plan(
     Raises CheckpointError, MappingError, and BudgetError when ``memory_limit`` is too small to work with.
     """
     options = _Options(
-        mapper, ignore_unexpected, ignore_missing, device, dtype, memory_limit, backend, threads, progress, recorder
+        mapper,
+        ignore_unexpected,
+        ignore_missing,
+        device,
+        dtype,
+        memory_limit,
+        backend,
+        threads,
+        progress,
+        recorder,
+        share,
     )
     prepared = _prepare(model, weights, options)
     made = prepared.plan
-    if not needs_windows(made, prepared.targets, prepared.device):
+    if options.is_direct and not needs_windows(made, prepared.targets, prepared.device):
         made.forecast = made.forecast._replace(staging_bytes=FIXED_OVERHEAD)
     return made
 
@@ -86,6 +99,7 @@ def load(
     progress: Callable[[Progress], None] | None = None,
     recorder: None = None,
     untie: bool = False,
+    share: bool = False,
 ) -> LoadReport:
     """Read the weights of a checkpoint into ``model``, straight from the files into its parameters.
 
@@ -103,7 +117,10 @@ def load(
     become; ``None`` leaves parameters where and what they are (meta goes to the CPU). ``memory_limit``: host bytes beyond
     the parameters, as a number, ``"32MiB"``, ``"10%"`` or ``"auto"`` (the smaller of 64 MiB and a quarter of what the host
     leaves). ``threads``: reading threads, at most 64. ``progress``: called in this thread with a Progress as bytes arrive;
-    an exception in it cancels the load. ``untie``: give a tied parameter memory of its own where the checkpoint stores two
+    an exception in it cancels the load. ``backend``: how the bytes come, see ``streamload.stream``; ``"auto"`` reads them
+    straight into place, others give whole tensors that are copied. ``share``: with ``backend="mmap"``, let parameters take over
+    pages of the files where dtype and layout allow: no anonymous memory, and pages are read when they are used; what is
+    written to them stays in this process. ``untie``: give a tied parameter memory of its own where the checkpoint stores two
     different values for it, which is an error otherwise.
 
     Raises CheckpointError, MappingError, BudgetError; LoadError, with ``.report``, when names do not fit, tied copies
@@ -124,6 +141,7 @@ def load(
             threads,
             progress,
             recorder,
+            share,
         )
         return _load(model, weights, _Options(*options), strict=strict, untie=untie)
     except BaseException as error:
@@ -146,10 +164,20 @@ class _Options:
     threads: int | None
     progress: Callable[[Progress], None] | None
     recorder: None
+    share: bool
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes are read straight into place."""
+        return self.backend in ("auto", "direct")
 
     def __post_init__(self) -> None:
-        if self.backend not in _BACKENDS:
-            raise LoadError(f"backend={self.backend!r}: expected one of {', '.join(_BACKENDS)}")
+        if self.backend not in BACKENDS:
+            raise LoadError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
+        if self.share and self.backend != "mmap":
+            raise LoadError(
+                f"share=True lets parameters take over mapped pages, so it needs backend='mmap', not {self.backend!r}"
+            )
         if self.recorder is not None:
             raise LoadError("recorder: the flight recorder is not part of this version yet")
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads > 0):
@@ -178,6 +206,7 @@ class _Options:
 
 class _Prepared(NamedTuple):
     plan: LoadPlan
+    checkpoint: Checkpoint
     targets: Targets
     device: torch.device | None
     resident: int
@@ -190,16 +219,18 @@ def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpo
     device = options.where
     with quiet_collector():
         targets = _targets(model, options.code)
+        checkpoint = weights if isinstance(weights, Checkpoint) else _open(weights)
         made = make_plan(
-            weights if isinstance(weights, Checkpoint) else _open(weights),
+            checkpoint,
             targets,
             mapper=options.mapper,
             ignore_unexpected=options.ignore_unexpected,
             ignore_missing=options.ignore_missing,
         )
         already = resident(made.filled(), targets)
-    forecast(made, targets, already, device, options.memory_limit, options.threads)
-    return _Prepared(made, targets, device, already, started)
+    how = (options.memory_limit, options.threads, options.backend, checkpoint.tensors)
+    forecast(made, targets, already, device, *how, share=options.share)
+    return _Prepared(made, checkpoint, targets, device, already, started)
 
 
 def _targets(model: nn.Module | Table, dtype: str | None) -> Targets:
@@ -244,9 +275,22 @@ def _load(
         if strict:
             refuse_misfits(prepared.plan, model, report)
         teller = Teller(options.progress) if options.progress is not None else None
-        work = Execution(prepared.plan, prepared.targets, prepared.device, teller)
+        work = (
+            Execution(prepared.plan, prepared.targets, prepared.device, teller)
+            if options.is_direct
+            else _streamed(prepared, options, teller, untie=untie)
+        )
         Run(work, model, report, prepared.resident, prepared.started, teller)(untie=untie)
     return report
+
+
+def _streamed(prepared: _Prepared, options: _Options, teller: Teller | None, *, untie: bool) -> Streamed:
+    """The same plan, with whole tensors that another reader gives."""
+    made, checkpoint = prepared.plan, prepared.checkpoint
+    written = Written(made, prepared.targets, prepared.device, teller, may_untie=untie)
+    source = stream(checkpoint, names=made.wanted(), backend=options.backend, memory_limit=made.window or "auto")
+    held = Held(max(made.window, made.forecast.staging_bytes))
+    return Streamed(made, prepared.targets, written, source, checkpoint.tensors, held, share=options.share)
 
 
 def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bool, untie: bool) -> LoadReport:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import BITS
 from streamload.errors import BudgetError, LoadError
 from streamload.loading.operation import Operation
+from streamload.loading.placement import Placement
 from streamload.loading.planning import Forecast, LoadPlan
 from streamload.loading.targets import Targets, is_solid
 from streamload.memory import Limits, resolve_budget
 from streamload.memory.meter import resident_bytes
 from streamload.sources.direct import default_threads
 from streamload.sources.staging import FIXED_OVERHEAD, MIN_WINDOW, split_budget
+from streamload.sources.stream import buffers
 
 
 def forecast(
@@ -25,16 +28,36 @@ def forecast(
     device: torch.device | None,
     memory_limit: int | str,
     threads: int | None,
+    backend: str,
+    catalog: Mapping[str, TensorSpec],
+    *,
+    share: bool,
 ) -> None:
-    """Divide the budget into windows and say what the load will take; ``already`` bytes of the targets are there."""
+    """Divide the budget and say what the load will take; ``already`` bytes of the targets are there."""
     params = host_bytes(made.filled(), targets, device)
+    if share:
+        params -= sum(each.nbytes for each in made.placements if shareable(each, targets, device))
     budget = budget_for(params, already, memory_limit)
     if memory_limit == "auto":
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
     reading = FIXED_OVERHEAD + MIN_WINDOW
     computing = max([needed_by(each, targets, budget - reading, reading) for each in made.operations], default=0)
-    made.threads, made.window = split_budget(budget - computing, threads or default_threads())
-    made.forecast = Forecast(params, made.threads * made.window + FIXED_OVERHEAD + computing)
+    if backend in ("auto", "direct"):
+        made.threads, made.window = split_budget(budget - computing, threads or default_threads())
+        staging = made.threads * made.window
+    else:
+        wanted = {name: catalog[name] for name in made.wanted()}
+        staging = made.window = buffers(backend, wanted, budget - computing, raised=memory_limit == "auto")
+    made.forecast = Forecast(params, staging + FIXED_OVERHEAD + computing)
+
+
+def shareable(placement: Placement, targets: Targets, device: torch.device | None) -> bool:
+    """Whether a parameter can take over the mapped pages of what fills it: all of it, as it is stored, on the CPU."""
+    spec, name, source_region, target_region = placement
+    whole = source_region is None and target_region is None and spec.strides is None
+    here = (device is None or device.type == "cpu") and name not in targets.on_device
+    fits = spec.dtype == targets.specs[name].dtype and spec.shape == targets.specs[name].shape
+    return whole and here and fits and not spec.offset % max(1, BITS[spec.dtype] // 8)
 
 
 def budget_for(params: int, already: int, memory_limit: int | str) -> int:

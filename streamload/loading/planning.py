@@ -81,6 +81,12 @@ class LoadPlan(Keys):
         names = dict.fromkeys([placement.target for placement in self.placements])
         return names | dict.fromkeys([name for operation in self.operations for name in operation.targets])
 
+    def wanted(self) -> dict[str, None]:
+        """The stored tensors of which something is read."""
+        computed = [spec.name for operation in self.operations for spec in operation.sources.values()]
+        copies = [copy.placement.spec.name for copy in self.copies]
+        return dict.fromkeys([*(placement.spec.name for placement in self.placements), *copies, *computed])
+
     @property
     def bytes_to_read(self) -> int:
         """Bytes wanted from the files, copies to compare included."""

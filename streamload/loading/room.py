@@ -37,6 +37,16 @@ def make_room(targets: Targets, names: Iterable[str], device: torch.device | Non
         _replace(targets, name, memory)
 
 
+def adopt(targets: Targets, name: str, tensor: Tensor) -> bool:
+    """Let the target ``name`` and those tied to it take over ``tensor``, if it is just what they are to be."""
+    old, spec = targets.tensors[name], targets.specs[name]
+    fits = tensor.dtype == torch_dtype(spec.dtype) and tensor.shape == old.shape and tensor.is_contiguous()
+    if not fits or not (old.is_meta or old.is_cpu):
+        return False
+    _replace(targets, name, tensor)
+    return True
+
+
 def to_meta(targets: Targets, name: str) -> None:
     """Put the target ``name`` back on the meta device."""
     _replace(targets, name, torch.empty_like(targets.tensors[name].detach(), device="meta"))

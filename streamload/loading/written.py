@@ -77,6 +77,15 @@ class Written:
         self._room(first, whole=True)
         self.elements[first] = prod(self._targets.specs[first].shape)
 
+    def adopted(self, target: str, placement: Placement) -> None:
+        """``target`` has taken over the tensor of ``placement``."""
+        self.elements[target] = prod(self._targets.specs[target].shape)
+        self._writers[target] = target
+        self.touched.add(target)
+        self.ledger.add(placement)
+        if self._teller is not None:
+            self._teller(self.ledger)
+
     def _part(self, first: str, target: str) -> None:
         """Undo the tie of ``target``, which has the values of ``first`` so far, all of which have been written.
 

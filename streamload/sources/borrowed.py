@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.spec import Stamp
-from streamload.errors import BudgetError, SourceError
+from streamload.errors import SourceError
 from streamload.sources.guard import guard
 from streamload.sources.lent import over_memory_of
 from streamload.sources.source import CatalogSource, Tally
@@ -26,8 +26,8 @@ _environment = threading.Lock()
 class BorrowedSource(CatalogSource):
     """Tensors that are valid only until the next is asked for, in whatever order they come.
 
-    ``budget``: bytes of the library's buffers. Raises BudgetError when the largest tensor does not fit; BorrowError names a
-    tensor that is kept past the next but one; what the library raises is told as SourceError.
+    ``budget``: bytes of the library's buffers, at least those of the largest tensor. BorrowError names a tensor that is kept
+    past the next but one; what the library raises is told as SourceError.
     """
 
     lends = True
@@ -43,12 +43,6 @@ class BorrowedSource(CatalogSource):
         self._budget = budget
         self._doubled = {spec.name for spec in doubled}
         """Names that also lie in another file, whose copy must not be read."""
-        largest = max(specs, key=lambda spec: spec.nbytes, default=None)
-        if largest is not None and largest.nbytes > budget:
-            raise BudgetError(
-                f"memory_limit of {budget:,} bytes is too small to lend whole tensors: the largest, {largest.name!r}, has "
-                f"{largest.nbytes:,} bytes"
-            )
 
     @staticmethod
     @abstractmethod
@@ -112,10 +106,15 @@ class RunaiSource(BorrowedSource):
         # Before 0.17 everything was lent, and there was nothing to choose.
         choice = {"owned": False} if "owned" in inspect.signature(stream).parameters else {}
         with ExitStack() as stack:
-            with _limited(budget):
+            with _limited(max(budget, *map(_header_bytes, paths))):  # it reads headers within the limit as well
                 streamer = stack.enter_context(SafetensorsStreamer())
                 streamer.stream_files(paths, device="cpu", tensor_names=names, **choice)
             yield from streamer.get_tensors()
+
+
+def _header_bytes(path: str) -> int:
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(8), "little")
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class DirectSource(CatalogSource):
 
 
 def needed(specs: Sequence[TensorSpec]) -> int:
-    """The smallest budget that a DirectSource of ``specs`` is sure to work with, and reads ahead with: four slots of the largest."""
+    """A budget with which a DirectSource of ``specs`` is sure to work, and reads ahead: four slots of the largest."""
     room = max(2 * _most_at_once(_divided(specs, _SLOT)), 4 * MIN_WINDOW)
     return room + max(room // 3, MIN_WINDOW) + 2 * FIXED_OVERHEAD
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal
 
 from streamload.checkpoint import Checkpoint, TensorSpec
 from streamload.errors import BudgetError, SourceError
@@ -45,20 +44,37 @@ def stream(
     check_backend(backend)
     checkpoint = location if isinstance(location, Checkpoint) else Checkpoint.open(location)
     specs = _chosen(checkpoint, names)
+    budget, raised = resolve_budget(memory_limit, Limits.read().available), memory_limit == "auto"
+    if backend in ("auto", "direct"):
+        budget = max(budget, needed(specs)) if raised else budget
+        return DirectSource(specs, checkpoint.stamps, budget, default_threads())
     if backend == "mmap":
         return MappedSource(specs, checkpoint.stamps)
-    if backend in ("auto", "direct"):
-        budget = _budget(memory_limit, needed(specs))
-        return DirectSource(specs, checkpoint.stamps, budget, default_threads())
     _check_safetensors(specs, backend)
-    largest = max((spec.nbytes for spec in specs), default=0)
-    if backend.startswith("safetensors"):
-        how: Literal["mmap", "pread"] = "mmap" if backend.endswith("mmap") else "pread"
-        if how == "pread" and _budget(memory_limit, 2 * largest) < largest:
-            raise BudgetError(f"memory_limit of {memory_limit} is less than the largest tensor, {largest:,} bytes")
-        return SafetensorsSource(specs, checkpoint.stamps, how)
+    room = buffers(backend, {spec.name: spec for spec in specs}, budget, raised=raised)
+    if backend == "safetensors":
+        return SafetensorsSource(specs, checkpoint.stamps, "pread")
+    if backend == "safetensors-mmap":
+        return SafetensorsSource(specs, checkpoint.stamps, "mmap")
     kind: type[BorrowedSource] = RunaiSource if backend == "runai" else FastSafetensorsSource
-    return kind(specs, checkpoint.stamps, _budget(memory_limit, largest), checkpoint.skipped)
+    return kind(specs, checkpoint.stamps, room, checkpoint.skipped)
+
+
+def buffers(backend: str, specs: Mapping[str, TensorSpec], budget: int, *, raised: bool) -> int:
+    """Bytes that ``backend``, which is not ``direct``, takes to give ``specs`` to a consumer that keeps none.
+
+    ``raised``: the budget may be exceeded where the largest tensor needs it; otherwise that is a BudgetError.
+    """
+    if backend in ("mmap", "safetensors-mmap") or not specs:
+        return 0
+    largest, total = max(spec.nbytes for spec in specs.values()), sum(spec.nbytes for spec in specs.values())
+    if largest > budget and not raised:
+        name = max(specs, key=lambda name: specs[name].nbytes)
+        raise BudgetError(
+            f"memory_limit of {budget:,} bytes is too small for whole tensors, which backend={backend!r} gives: the largest, "
+            f"{name!r}, has {largest:,} bytes"
+        )
+    return largest if backend == "safetensors" else min(total, max(budget, largest))
 
 
 def check_backend(backend: str) -> None:
@@ -79,12 +95,6 @@ def _chosen(checkpoint: Checkpoint, names: Iterable[str] | None) -> Sequence[Ten
         many = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         raise SourceError(f"{checkpoint.location}: has no tensor {unknown[0]!r}{many}{hint}", path=checkpoint.location)
     return [spec for name, spec in checkpoint.tensors.items() if name in wanted]
-
-
-def _budget(memory_limit: int | str, need: int) -> int:
-    """The bytes to work with: what the caller says, or as much as is usual but at least ``need``."""
-    budget = resolve_budget(memory_limit, Limits.read().available)
-    return max(budget, need) if memory_limit == "auto" else budget
 
 
 def _check_safetensors(specs: Collection[TensorSpec], backend: str) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints put together at random: a file, a list, a ring of one slot and a guarded ring give the same values and books."""
+"""Checkpoints put together at random: every backend, a list and rings of one and two slots give the same values and books."""
 
 from random import Random
 
 import pytest
 import torch
 
-from streamload import LoadError, WeightsMapper, guard, load
+from streamload import LoadError, WeightsMapper, guard, load, stream
 from streamload.testing import RingSource, module_of, write_safetensors
 
 MAPPER = WeightsMapper(
@@ -68,11 +68,14 @@ def layer(rng):
 
 def sources(path, stored):
     write_safetensors(path, stored)
-    yield str(path)
-    yield list(stored.items())
-    yield stored
-    yield RingSource(stored)
-    yield guard(RingSource(stored, slots=2), poison=True)
+    for backend in ("auto", "mmap", "safetensors", "safetensors-mmap", "runai", "fastsafetensors"):
+        yield str(path), {"backend": backend}
+        yield stream(path, backend=backend), {}
+    yield str(path), {"backend": "mmap", "share": True}
+    yield list(stored.items()), {}
+    yield stored, {}
+    yield RingSource(stored), {}
+    yield guard(RingSource(stored, slots=2), poison=True), {}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -90,12 +93,12 @@ def test_the_same_from_every_source(tmp_path, seed):
     lost = set(rng.sample(order, rng.choice([0, 0, 1, 2])))
     stored = {f"{wrapper}{name}": stored[name].to(dtype) for name in order if name not in lost}
     books = []
-    for source in sources(tmp_path / "m.safetensors", stored):
+    for source, options in sources(tmp_path / "m.safetensors", stored):
         device = rng.choice(["cpu", "meta"])
         model = module_of(
             {name: torch.full_like(tensor, -1, dtype=own, device=device) for name, tensor in wanted.items()}
         )
-        report = load(model, source, mapper=MAPPER, strict=False)
+        report = load(model, source, mapper=MAPPER, strict=False, **options)
         for name, tensor in wanted.items():
             if name not in report.missing_keys:
                 assert torch.equal(model.get_parameter(name), tensor.to(dtype).to(own)), name
