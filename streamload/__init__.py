@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from streamload.mapping import Mapped, WeightsMapper
     from streamload.memory import Limits, Meter
+    from streamload.memory.clones import count_clones
     from streamload.sources.guard import guard
     from streamload.sources.source import Source
     from streamload.sources.stream import stream
@@ -62,6 +63,7 @@ _ROOMS = {
     ),
     "mapping": ("Mapped", "WeightsMapper"),
     "memory": ("Limits", "Meter"),
+    "memory.clones": ("count_clones",),
     "sources.guard": ("guard",),
     "sources.source": ("Source",),
     "sources.stream": ("stream",),
@@ -89,6 +91,7 @@ __all__ = [
     "TensorSpec",
     "WeightsMapper",
     "audit_buffers",
+    "count_clones",
     "guard",
     "load",
     "partial_load",

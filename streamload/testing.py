@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from streamload.memory.clones import count_clones
 from streamload.sources.dtypes import dtype_code
 
 
@@ -89,7 +91,8 @@ class RingSource:
     """A one-pass stream that lends ``slots`` buffers in turn: a tensor is overwritten when its slot comes round again.
 
     ``tensors``: what to stream, by name, in this order. What is read after its time is NaN, or the bytes 0xFF where a dtype has
-    no NaN: slots are poisoned before they are reused, and all of them on close. ``steps`` counts how often it was asked.
+    no NaN: slots are poisoned before they are reused, and all of them on close. ``steps`` counts how often it was asked,
+    ``clones`` and ``clone_bytes`` how much was cloned out of it, by any thread.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], slots: int = 1) -> None:
@@ -98,6 +101,10 @@ class RingSource:
         self._ring: list[Tensor] = []
         self.steps = 0
         self.closed = False
+        ring = self._ring
+        self._clones = count_clones(lambda tensor: _lies_in(tensor, ring))
+        self._clones.__enter__()
+        self._stop_counting = weakref.finalize(self, self._clones.__exit__)
 
     def __iter__(self) -> RingSource:
         return self
@@ -113,9 +120,20 @@ class RingSource:
             raise
         return name, self._lend(tensor)
 
+    @property
+    def clones(self) -> int:
+        """Tensors that were cloned out of it."""
+        return self._clones.count
+
+    @property
+    def clone_bytes(self) -> int:
+        """Their bytes."""
+        return self._clones.nbytes
+
     def close(self) -> None:
         """Poison everything that was lent."""
         self.closed = True
+        self._stop_counting()
         for slot in self._ring:
             slot.fill_(0xFF)
 
@@ -130,3 +148,9 @@ class RingSource:
             slot = self._ring[at] = torch.empty(nbytes, dtype=torch.uint8)
         lent = slot[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else torch.empty_like(tensor)
         return lent.copy_(tensor)
+
+
+def _lies_in(tensor: Any, ring: list[Tensor]) -> bool:
+    """Whether ``tensor`` (or storage) is memory of one of the slots."""
+    address = tensor.data_ptr()
+    return any(slot.data_ptr() <= address < slot.data_ptr() + slot.numel() for slot in ring)
