@@ -95,6 +95,8 @@ class RingSource:
     ``clones`` and ``clone_bytes`` how much was cloned out of it, by any thread.
     """
 
+    lends = True
+
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], slots: int = 1) -> None:
         self._items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
         self._slots = slots

@@ -30,6 +30,8 @@ from streamload.loading.targets import Targets, module_targets, table_targets
 from streamload.loading.written import Written
 from streamload.memory.collector import quiet_collector
 from streamload.sources.dtypes import dtype_code
+from streamload.sources.guard import guard
+from streamload.sources.source import Source
 from streamload.sources.staging import FIXED_OVERHEAD
 from streamload.sources.stream import BACKENDS, stream
 
@@ -78,7 +80,7 @@ def plan(
     )
     prepared = _prepare(model, weights, options)
     made = prepared.plan
-    if options.is_direct and not needs_windows(made, prepared.targets, prepared.device):
+    if options.is_direct and not made.handed and not needs_windows(made, prepared.targets, prepared.device):
         made.forecast = made.forecast._replace(staging_bytes=FIXED_OVERHEAD)
     return made
 
@@ -274,6 +276,8 @@ def _load(
         report = _report(prepared.plan)
         if strict:
             refuse_misfits(prepared.plan, model, report)
+        if prepared.targets.loaders or prepared.targets.writers:
+            return _through_hooks(model, prepared, options, strict=strict, untie=untie)
         teller = Teller(options.progress) if options.progress is not None else None
         work = (
             Execution(prepared.plan, prepared.targets, prepared.device, teller)
@@ -293,6 +297,22 @@ def _streamed(prepared: _Prepared, options: _Options, teller: Teller | None, *, 
     return Streamed(made, prepared.targets, written, source, checkpoint.tensors, held, share=options.share)
 
 
+def _through_hooks(
+    model: nn.Module, prepared: _Prepared, options: _Options, *, strict: bool, untie: bool
+) -> LoadReport:
+    """A hook takes whole tensors, for as long as it likes: they are mapped, unless another reader is asked for."""
+    made = prepared.plan
+    backend = "mmap" if options.is_direct else options.backend
+    limit = made.window if not options.is_direct and made.window else "auto"
+    source = stream(prepared.checkpoint, names=made.wanted(), backend=backend, memory_limit=limit)
+    report = _take_in(model, source, options, strict=strict, untie=untie)
+    for name in ("dropped", "unexpected_keys", "renamed", "notes"):
+        ours = getattr(report, name)
+        earlier = getattr(made, name)
+        setattr(report, name, earlier | ours if isinstance(ours, dict) else [*dict.fromkeys([*earlier, *ours])])
+    return report
+
+
 def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bool, untie: bool) -> LoadReport:
     """Load from a stream, whose names are known only once it has passed."""
     started, device = time.perf_counter(), options.where
@@ -309,7 +329,16 @@ def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bo
     teller = Teller(options.progress, params) if options.progress is not None else None
     order = Order(targets, Router(targets, options.mapper), unexpected, missing, device, budget, untie, teller)
     items = weights.items() if isinstance(weights, Mapping) else weights
+    if (
+        (targets.loaders or targets.writers)
+        and getattr(weights, "lends", False)
+        and not isinstance(weights, (Source, guard))
+    ):
+        items = guard(items)  # nobody knows what a hook keeps
     Run(OnePass(items, made, order), model, report, already, started, teller, refuse_late=strict)(untie=untie)
+    if isinstance(weights, Source):
+        report.bytes_read = weights.bytes_read
+        report.notes += weights.notes
     return report
 
 

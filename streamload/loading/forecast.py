@@ -42,6 +42,8 @@ def forecast(
         budget = max(budget, FIXED_OVERHEAD + 4 * MIN_WINDOW)  # hardly anything is left; with less it would crawl
     reading = FIXED_OVERHEAD + MIN_WINDOW
     computing = max([needed_by(each, targets, budget - reading, reading) for each in made.operations], default=0)
+    if made.handed and backend in ("auto", "direct"):
+        backend = "mmap"  # hooks get whole tensors, for as long as they like
     if backend in ("auto", "direct"):
         made.threads, made.window = split_budget(budget - computing, threads or default_threads())
         staging = made.threads * made.window

@@ -76,6 +76,8 @@ class Keys:
     """Non-persistent buffers and plain tensor attributes on the meta device, which no checkpoint fills."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Unexpected name -> the rule that made it so, and what it became."""
+    partly: dict[str, str] = field(default_factory=dict)
+    """Missing name -> what the hook that should fill it did and said."""
     known: list[str] = field(default_factory=list)
     """All names of the module."""
 
@@ -117,6 +119,7 @@ class Keys:
             lines.append(f"{len(self.unexpected_keys)} unexpected: {summarise(self.unexpected_keys)}")
         lines += [f"{name}: {became}" for name, became in list(self.renamed.items())[:_SHOWN]]
         lines += [str(each) for each in self.incomplete if each.name in self.missing_keys][:_SHOWN]
+        lines += [f"{name}: {what}" for name, what in self.partly.items() if name in self.missing_keys][:_SHOWN]
         for mismatch in self.mismatched_keys[:_SHOWN]:
             lines.append(
                 f"mismatched: {mismatch.name}: expected {mismatch.expected}, found {mismatch.found} in {mismatch.file}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -53,6 +53,12 @@ class Matched:
         """Stored tensors that a library converts together, by the name of the group."""
         self._made_of: dict[str, list[str]] = {}
         self._broken: dict[str, Incomplete | Mismatch] = {}
+        self.handed: dict[str, str] = {}
+        """Stored tensors that a hook takes -> the dotted prefix of its module, or the parameter that it belongs to."""
+        self.hooked: set[str] = set()
+        """Targets that hooks fill; it is not known beforehand with what."""
+        self._hooks: set[str] = set()
+        self._parts: dict[tuple[str, str], str] = {}
         self.operations: list[Operation] = []
 
     def names(self) -> Iterator[str]:
@@ -61,6 +67,7 @@ class Matched:
             if not isinstance(arrival, Fused) or arrival.incomplete() is None:
                 yield name
         yield from (name for name, what in self._broken.items() if isinstance(what, Mismatch))
+        yield from self.hooked
 
     def lacking(self) -> dict[str, Incomplete]:
         """Targets of which some parts have arrived but not all."""
@@ -96,7 +103,7 @@ class Matched:
 
     def lands(self, name: str) -> bool:
         """Whether ``name`` finds its place; one that is dropped does not."""
-        if self._targets.at_home(name):
+        if self._targets.at_home(name) or self._targets.loader_of(name) is not None:
             return True
         if self._router.conversions is not None:
             return self._router.conversions.lands(name)
@@ -115,12 +122,49 @@ class Matched:
         elif not route.places:
             self._keys.dropped[spec.name] = route.rule
         for place in route.places:
-            if not self._targets.at_home(place.name):
+            if (loader := self._targets.loader_of(place.name)) is not None:
+                self._hand(spec, loader)
+            elif place.name in self._targets.writers:
+                self._hand_part(spec, place)
+            elif not self._targets.at_home(place.name):
                 self._left_over(spec, place, route.rule)
             elif place.name in self._targets.recomputed:
                 self._keys.dropped[spec.name] = RECOMPUTED
             else:
                 self._put(transposed(spec) if place.transposed else spec, place)
+
+    def _hand(self, spec: TensorSpec, hook: str) -> None:
+        self.handed[spec.name] = hook
+        if hook not in self._hooks:
+            self._hooks.add(hook)
+            own = hook in self._targets.loaders
+            self.hooked.update(
+                [name for name in self._targets.specs if name.startswith(hook)]
+                if own
+                else [self._targets.first(hook).name]
+            )
+
+    def _hand_part(self, spec: TensorSpec, place: Place) -> None:
+        """Hand a tensor to the ``weight_loader`` of its parameter, which can be called several times, but once for a part."""
+        part = (place.name, repr(place.shard))
+        if (first := self._parts.setdefault(part, spec.name)) != spec.name:
+            raise MappingError(
+                f"{first!r} and {spec.name!r} both map to {place.name!r}"
+                + (f" part {place.shard!r}" if place.shard is not None else "")
+                + "; one of them has to be renamed or dropped"
+            )
+        self._hand(spec, place.name)
+
+    def hook_notes(self) -> list[str]:
+        """How many tensors every hook takes."""
+        counts = Counter(self.handed.values())
+        loaders = {
+            f"{hook.rstrip('.') or 'the module'}: its own load_weights takes {count} tensors"
+            for hook, count in counts.items()
+            if hook in self._targets.loaders
+        }
+        parts = sum(count for hook, count in counts.items() if hook not in self._targets.loaders)
+        return sorted(loaders) + ([f"weight_loader of parameters takes {parts} tensors"] if parts else [])
 
     def _left_over(self, spec: TensorSpec, place: Place, rule: str) -> None:
         if dropped := self._unexpected.match(spec.name) or self._unexpected.match(place.name):

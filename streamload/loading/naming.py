@@ -64,7 +64,7 @@ class Router:
     """Says where every stored tensor goes."""
 
     def __init__(self, targets: Targets, mapper: Any) -> None:
-        self.at_home = targets.at_home
+        self._targets = targets
         self.conversions: Conversions | None = None
         module = targets.module
         self.library = _library_of(module)
@@ -78,15 +78,21 @@ class Router:
         root = named(mapper) if mapper is not None else None
         self._root = self.conversions.route if self.conversions is not None else _ask(root, self.at_home)
         below = {dotted: named(own) for dotted, own in targets.mappers if dotted}
-        self._below = {dotted: own for dotted, own in below.items() if own is not root}
+        self._below = {
+            dotted: own for dotted, own in below.items() if own is not root and targets.loader_of(dotted) is None
+        }
         mappers = [*([root] if root is not None else []), *self._below.values()]
         self.stacked_rules: list[Stacked] = [rule for mapper in mappers for rule in mapper.stacked_rules]
         """Those of all mappers."""
 
+    def at_home(self, name: str) -> bool:
+        """Whether the module has ``name``; one that is handed to a module inside, which maps it itself, is not looked up."""
+        return self._targets.at_home(name) and (not self._targets.loaders or self._targets.loader_of(name) is None)
+
     @property
     def trivial(self) -> bool:
         """Whether every name stays as it is."""
-        return self._root is None and not self._below
+        return self._root is None and not self._below and not self._targets.loaders and not self._targets.writers
 
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""

@@ -17,6 +17,7 @@ from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
 from streamload.loading.held import Held
+from streamload.loading.hooks import Hooks
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Mismatch
 from streamload.loading.matching import Blocks, Matched
@@ -30,6 +31,7 @@ from streamload.loading.run import Teller
 from streamload.loading.targets import Targets
 from streamload.loading.wrappers import Unwrapper, taken_off
 from streamload.loading.written import Written
+from streamload.mapping.rules import Place
 from streamload.memory import Meter
 from streamload.sources.dtypes import CODES
 
@@ -70,6 +72,7 @@ class OnePass:
         self._foreseen: dict[str, Mapping[str, TensorSpec]] = {}
         self._blocks: dict[str, dict[str, list[Placement]]] = {}
         self._done: dict[str, set[Placement]] = defaultdict(set)
+        self._hooks = Hooks(order.targets, order.device, lends=getattr(items, "lends", False))
         self._written = Written(plan, order.targets, order.device, order.teller, may_untie=order.untie)
         self.ledger, self.differences = self._written.ledger, self._written.differences
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
@@ -89,13 +92,13 @@ class OnePass:
         """The targets that are being filled; once the stream has ended, those that are complete."""
         return self._written.elements.keys()
 
-    def touched(self) -> Collection[str]:
+    def touched(self) -> set[str]:
         """The targets that have been written to."""
-        return self._written.touched
+        return {*self._written.touched, *self._hooks.touched}
 
     def passes_on(self, error: BaseException) -> bool:
-        """Whether ``error`` came out of the stream."""
-        return error is self._foreign
+        """Whether ``error`` came out of the stream, or out of a hook."""
+        return error is self._foreign or error is self._hooks.raised
 
     def untie(self, copies: Sequence[Copy]) -> None:
         """Ties come apart while the stream passes, if they may."""
@@ -104,14 +107,36 @@ class OnePass:
         """Take in every tensor of the stream, then see what has waited in vain."""
         iterator = iter(self._items)
         try:
+            if "" in self.targets.loaders:
+                self._hooks.run(self._handed(iterator))
             for item in self._guarded(iterator):
                 self._take(*_checked(item))
                 del item  # a source that reuses its memory looks whether anybody holds it
+            self._hooks.finish()
         finally:
+            self._hooks.close()
             if (close := getattr(iterator, "close", None)) is not None:
                 close()
         self._finish()
         meter.sample()
+
+    def _handed(self, iterator: Iterator[Any]) -> Iterator[tuple[str, Tensor]]:
+        """The items for the module's own ``load_weights``, each booked when it is asked for."""
+        for item in self._guarded(iterator):
+            name, tensor = _checked(item)
+            spec = spec_of(name, tensor, ORIGIN)
+            self._see(name)
+            self._matched.arrive(name, spec)
+            self.ledger.add(Placement(spec, name))
+            del item
+            lent = [(name, tensor)]
+            del tensor
+            yield lent.pop()
+
+    def _see(self, stored: str) -> None:
+        if stored in self._seen:
+            raise LoadError(f"{stored!r} comes twice in {ORIGIN}")
+        self._seen.add(stored)
 
     def _guarded(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The items; remembers an exception that the stream itself raises."""
@@ -127,18 +152,27 @@ class OnePass:
             del item
 
     def _take(self, stored: str, tensor: Tensor) -> None:
-        if stored in self._seen:
-            raise LoadError(f"{stored!r} comes twice in {ORIGIN}")
-        self._seen.add(stored)
+        self._see(stored)
         name, spec = self._unwrap(stored), spec_of(stored, tensor, ORIGIN)
         route = self._matched.arrive(name, spec)
         if route.group:
             targets = self._arrived_in(route.group, name, spec)
         else:
             targets = [place.name for place in route.places if place.name in self._matched.arrived]
+            if stored in self._matched.handed:
+                self._hand(route.places, spec, tensor)
         waiting = [target for target in targets if not self._serve(target, stored, tensor)]
         if waiting:
             self._held.keep(stored, tensor, waiting)
+
+    def _hand(self, places: Sequence[Place], spec: TensorSpec, tensor: Tensor) -> None:
+        """Hand a tensor to those hooks that it belongs to."""
+        for place in places:
+            if self.targets.loader_of(place.name) is not None or place.name in self.targets.writers:
+                self.ledger.add(Placement(spec, place.name))
+                self._hooks.give(place, spec.name, tensor)
+                if self._order.teller is not None:
+                    self._order.teller(self.ledger)
 
     def _arrived_in(self, group: str, name: str, spec: TensorSpec) -> list[str]:
         """The targets of a group that a library converts together; the group itself while they are not known."""
@@ -259,9 +293,11 @@ class OnePass:
         plan.notes += taken_off(self._unwrap.prefix)
         matched.think_again()
         written = self._written
+        self._hooks.conclude(plan, written.elements)
+        matched.hooked = {name for name in matched.hooked if written.is_complete(name)}
         incomplete = {name for name in targets.specs if not written.is_complete(name)}
         misfits = {targets.aliases.get(each.name, each.name) for each in plan.mismatched_keys}
-        for name in (incomplete | misfits) & self._from_meta & written.touched:
+        for name in (incomplete | misfits) & self._from_meta & self.touched():
             to_meta(targets, name)  # what nobody wrote would be raw memory
         conclude(plan, targets, matched, router, (self._order.unexpected, self._order.missing))
         explained = {*plan.missing_keys, *plan.dropped}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from streamload.checkpoint import Checkpoint
+from streamload.checkpoint import Checkpoint, TensorSpec
 from streamload.checkpoint.spec import Stamp
 from streamload.loading.buffers import stranded
 from streamload.loading.fitting import Fitter
@@ -66,6 +66,10 @@ class LoadPlan(Keys):
     copies: list[Copy] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     """Groups of stored tensors whose values have to be computed."""
+    handed: dict[str, TensorSpec] = field(default_factory=dict)
+    """Stored tensors that modules' own ``load_weights`` or parameters' own ``weight_loader`` take."""
+    hooked: list[str] = field(default_factory=list)
+    """Targets that those fill."""
     forecast: Forecast = field(default_factory=lambda: Forecast(0, 0))
     threads: int = 1
     stamps: dict[str, Stamp | None] = field(default_factory=dict)
@@ -79,13 +83,16 @@ class LoadPlan(Keys):
     def filled(self) -> dict[str, None]:
         """The targets that are written, in order."""
         names = dict.fromkeys([placement.target for placement in self.placements])
-        return names | dict.fromkeys([name for operation in self.operations for name in operation.targets])
+        return names | dict.fromkeys(
+            [*(name for operation in self.operations for name in operation.targets), *self.hooked]
+        )
 
     def wanted(self) -> dict[str, None]:
         """The stored tensors of which something is read."""
         computed = [spec.name for operation in self.operations for spec in operation.sources.values()]
         copies = [copy.placement.spec.name for copy in self.copies]
-        return dict.fromkeys([*(placement.spec.name for placement in self.placements), *copies, *computed])
+        placed = [placement.spec.name for placement in self.placements]
+        return dict.fromkeys([*placed, *copies, *computed, *self.handed])
 
     @property
     def bytes_to_read(self) -> int:
@@ -93,6 +100,7 @@ class LoadPlan(Keys):
         computed = sum(spec.nbytes for each in self.operations for spec in each.sources.values())
         return (
             computed
+            + sum(spec.nbytes for spec in self.handed.values())
             + sum(placement.nbytes for placement in self.placements)
             + sum(copy.placement.nbytes for copy in self.copies)
         )
@@ -129,6 +137,9 @@ def make_plan(
     matched.take(checkpoint.tensors)
     fitting = Fitter(plan, targets).fit_all(matched.arrived)
     plan.operations = matched.operations
+    plan.handed = {name: checkpoint.tensors[name] for name in matched.handed}
+    plan.hooked = sorted(matched.hooked)
+    plan.notes += matched.hook_notes()
     _place(plan, targets, _without_raw_memory(fitting, targets, matched))
     conclude(plan, targets, matched, router, (unexpected, missing))
     return plan

@@ -14,6 +14,7 @@ from streamload.loading.failure import where
 from streamload.loading.keys import Keys, summarise
 from streamload.loading.ledger import Ledger
 from streamload.loading.mark import mark, marked, put, settle
+from streamload.loading.observed import tell_watchers
 from streamload.loading.planning import Copy, Difference, LoadPlan
 from streamload.loading.report import LoadReport
 from streamload.loading.targets import Targets
@@ -121,6 +122,7 @@ class Run:
         loaded = {*filled, *(alias for alias, first in targets.aliases.items() if first in filled)}
         for prefix, module in [*targets.marked, ("", model)]:
             settle(module, loaded, prefix)
+        tell_watchers(targets.tensors[name] for name in filled if name in targets.tensors)
         if spoilt := self.work.spoilt:
             mark(model, f"{spoilt[0]} was written to before the stream showed that it does not fit", spoilt)
         # Memory that the allocator had at hand is no growth; but all targets are there now.

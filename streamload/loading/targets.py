@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +26,15 @@ _BARE = frozenset(nn.Module().__dict__)
 
 #: Where classes written for vLLM keep their mapper.
 MAPPER = "hf_to_vllm_mapper"
+
+#: The method with which a module loads a stream of (name, tensor) itself.
+LOADER = "load_weights"
+
+#: Attribute of classes whose ``load_weights`` is streamload's own, so that it need not be called.
+GENERIC = "_streamload_generic"
+
+#: Modules, by id, whose own ``load_weights`` is running: what it loads through streamload is not handed to it again.
+RUNNING: ContextVar[frozenset[int]] = ContextVar("modules that are loading themselves", default=frozenset())
 
 
 class Target(NamedTuple):
@@ -64,6 +74,10 @@ class Targets:
     """Modules below it that an earlier load left unfinished, with their dotted prefixes."""
     mappers: list[tuple[str, Any]] = field(default_factory=list)
     """Mappers of the modules below it (``hf_to_vllm_mapper``), with their dotted prefixes."""
+    loaders: dict[str, nn.Module] = field(default_factory=dict)
+    """Modules with a ``load_weights`` of their own, by dotted prefix; of nested ones the outermost."""
+    writers: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Parameters with a ``weight_loader`` of their own."""
     holders: list[tuple[str, nn.Module]] = field(default_factory=list)
     """Modules with attributes of their own, with their dotted prefixes."""
     touched: bool = False
@@ -76,6 +90,17 @@ class Targets:
     def first(self, name: str) -> Target:
         """The target that ``name``, which may be an alias, stands for."""
         return self.specs[self.aliases.get(name, name)]
+
+    def loader_of(self, name: str) -> str | None:
+        """The dotted prefix of the module that loads ``name`` itself, if there is one."""
+        if not self.loaders:
+            return None
+        if "" in self.loaders:
+            return ""
+        parts = name.split(".")
+        return next(
+            (dotted for end in range(1, len(parts)) if (dotted := ".".join(parts[:end]) + ".") in self.loaders), None
+        )
 
     def known(self) -> list[str]:
         """All names, tied ones included."""
@@ -107,9 +132,11 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     Names that share one tensor, or one piece of memory, are tied: the first is the target, the others its aliases.
     """
     targets = Targets(module=module)
+    running = RUNNING.get()
     recomputed: set[str] = set()
     add = _adder(targets, dtype)
     with_mapper: dict[type, bool] = {}
+    with_loader: dict[type, bool] = {}
     for dotted, owner in _owners(module):
         if own_attributes(owner):
             targets.holders.append((dotted, owner))
@@ -117,11 +144,18 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
             targets.marked.append((dotted, owner))
         if (kind := type(owner)) not in with_mapper:
             with_mapper[kind] = hasattr(kind, MAPPER)
+            with_loader[kind] = hasattr(kind, LOADER) and not getattr(kind, GENERIC, False)
+        if with_loader[kind] and id(owner) not in running and targets.loader_of(dotted) is None:
+            targets.loaders[dotted] = owner
         if with_mapper[kind] or MAPPER in owner.__dict__:
             targets.mappers.append((dotted, getattr(owner, MAPPER)))
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 add(dotted + key, parameter)
+                if (writer := getattr(parameter, "weight_loader", None)) is not None and targets.loader_of(
+                    dotted
+                ) is None:
+                    targets.writers[dotted + key] = writer
         for key, tensor in owner._buffers.items():
             if tensor is None:
                 continue

@@ -24,6 +24,8 @@ class guard(Iterator[tuple[str, Tensor]]):  # noqa: N801  it is used like a func
     Costs about 10 microseconds a tensor. Closing it closes the stream.
     """
 
+    lends = True
+
     def __init__(self, source: Iterable[tuple[str, Tensor]], poison: bool = False) -> None:
         self._source, self._poison = iter(source), poison
         self._latest: Loan | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -45,6 +46,41 @@ class Loan:
     def poison(self) -> None:
         """Overwrite the memory with bytes 0xFF, which are NaN in most float dtypes."""
         torch.empty(0, dtype=torch.uint8).set_(self._storage).fill_(0xFF)
+
+
+class Revocable:
+    """A loan that ends at a moment that is not the borrower's: by then its tensor is empty, whoever still names it."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        lent = over_memory_of(tensor, _Unkept)
+        self.name = name
+        self._loan = Loan(name, lent.untyped_storage())
+        self._lent: Tensor | None = lent
+        self._seen = weakref.ref(lent)
+
+    def hand(self) -> Tensor:
+        """The tensor, once."""
+        lent, self._lent = self._lent, None
+        assert lent is not None
+        return lent
+
+    def revoke(self) -> None:
+        """The memory is not the borrower's any more."""
+        if (lent := self._seen()) is not None:
+            with torch.no_grad():
+                lent.set_()  # type: ignore[call-overload]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the borrower still has the tensor, or a view of its memory."""
+        return self._seen() is not None or self._loan.is_held
+
+
+class _Unkept:
+    """Memory by its address alone."""
+
+    def __init__(self, carrier: Any) -> None:
+        self.__array_interface__ = carrier.__array_interface__
 
 
 @cache
