@@ -60,6 +60,8 @@ class Matched:
         self._hooks: set[str] = set()
         self._parts: dict[tuple[str, str], str] = {}
         self.operations: list[Operation] = []
+        self.headed: dict[tuple[str, str], TensorSpec] = {}
+        """Stored tensors of heads that a module does without, by its dotted prefix and the head's parameter."""
 
     def names(self) -> Iterator[str]:
         """The targets at which something has arrived in full, or in a wrong shape."""
@@ -95,6 +97,42 @@ class Matched:
             self.arrive(name, spec)
         for group, specs in self.groups.items():
             self.convert(group, specs)
+        self._untie_heads()
+        self._derive()
+
+    def _untie_heads(self) -> None:
+        """A head that was left out, when it is stored in place of the parameter that it was tied to, is that parameter."""
+        for dotted, adapter in self._targets.adapters.items():
+            for head, first in adapter.tied.items():
+                spec = self.headed.get((dotted, head))
+                if spec is not None and self._targets.at_home(dotted + first) and dotted + first not in self.arrived:
+                    self.arrived[dotted + first] = spec
+                    del self._keys.dropped[spec.name]
+                    self._keys.notes.append(f"{spec.name}: stored in place of {dotted + first}, to which it is tied")
+
+    def _derive(self) -> None:
+        """Compute what is not stored from rows of what is."""
+        for dotted, adapter in self._targets.adapters.items():
+            for derivation in adapter.derivations:
+                target = dotted + derivation.target
+                if target in self.arrived:
+                    continue
+                found = ((source, self.source_of(dotted, source)) for source in derivation.sources)
+                source, spec = next(((source, spec) for source, spec in found if spec is not None), ("", None))
+                if spec is None:
+                    self._keys.partly[target] = derivation.nothing()
+                else:
+                    made = derivation.operation(source, spec, target, self._targets.first(target).shape)
+                    self.arrived[target] = made
+                    self.operations.append(made)
+                    self._keys.notes.append(f"{made.title}: computed in fp32")
+
+    def source_of(self, dotted: str, source: str) -> TensorSpec | None:
+        """The stored tensor of ``source``, a parameter or one of a head that was left out."""
+        if (spec := self.headed.get((dotted, source))) is not None:
+            return spec
+        arrival = self.arrived.get(dotted + source)
+        return arrival if isinstance(arrival, TensorSpec) else None
 
     def in_order(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """``specs`` in the order in which a library that converts them wants to see them."""
@@ -121,6 +159,8 @@ class Matched:
             self.groups[route.group][name] = spec
         elif not route.places:
             self._keys.dropped[spec.name] = route.rule
+            if route.head[1]:
+                self.headed[route.head] = spec
         for place in route.places:
             if (loader := self._targets.loader_of(place.name)) is not None:
                 self._hand(spec, loader)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import MappingError
+from streamload.loading.adapting import Adapter, left_out
 from streamload.loading.keys import Incomplete, Mismatch
 from streamload.loading.operation import Operation
 from streamload.loading.targets import Targets
@@ -27,6 +29,8 @@ class Route(NamedTuple):
     """The rule that drops it; or those that renamed it, and why others that match did not fire."""
     group: str = ""
     """The group of tensors that are converted together, where it belongs to one; ``places`` is empty then."""
+    head: tuple[str, str] = ("", "")
+    """The dotted prefix of a module made for pooling, and which parameter of its heads that were left out this was for."""
 
 
 class Conversions(Protocol):
@@ -65,6 +69,8 @@ class Router:
 
     def __init__(self, targets: Targets, mapper: Any) -> None:
         self._targets = targets
+        self._adapters = targets.adapters
+        self.spelled: Counter[tuple[str, str, str]] = Counter()
         self.conversions: Conversions | None = None
         module = targets.module
         self.library = _library_of(module)
@@ -92,10 +98,71 @@ class Router:
     @property
     def trivial(self) -> bool:
         """Whether every name stays as it is."""
-        return self._root is None and not self._below and not self._targets.loaders and not self._targets.writers
+        return (
+            self._root is None
+            and not self._below
+            and not (self._targets.loaders or self._targets.writers or self._adapters)
+        )
 
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""
+        found = self._route(name)
+        return self._adapted(name, found) if self._adapters else found
+
+    def _adapted(self, name: str, found: Route) -> Route:
+        """``found`` where it is at home, else where another spelling is, or nowhere when it was for a head that was left out."""
+        if found.group or (found.places and all(self._lands(place) for place in found.places)):
+            return found
+        for dotted, adapter in self._adapters.items():
+            if not dotted and self.conversions is None:
+                others = [form for form in adapter.forms(name) if form != name]
+                routes = iter([(form, self._route(form)) for form in others])
+            else:
+                routes = self._spelled_below(dotted, adapter, found)
+            for form, route in routes:
+                if route.places and all(self._lands(place) for place in route.places):
+                    self.spelled[(dotted, adapter.prefix, "add" if len(form) > len(name) else "strip")] += 1
+                    return route
+            mapped = [place.name.removeprefix(dotted) for place in found.places if place.name.startswith(dotted)]
+            for head in map(adapter.head_of, [*([] if dotted else [name]), *mapped]):
+                if head:
+                    return Route((), left_out(dotted + head), head=(dotted, head))
+        return found
+
+    def _spelled_below(self, dotted: str, adapter: Adapter, found: Route) -> Iterator[tuple[str, Route]]:
+        """Other spellings of a name that goes into a module inside."""
+        if len(found.places) != 1 or not dotted or not found.places[0].name.startswith(dotted):
+            return
+        [place] = found.places
+        rest = place.name[len(dotted) :]
+        for form in adapter.forms(rest):
+            if form != rest:
+                yield dotted + form, found._replace(places=[place._replace(name=dotted + form)])
+
+    def _lands(self, place: Place) -> bool:
+        return self._targets.at_home(place.name) or self._targets.loader_of(place.name) is not None
+
+    def lands(self, name: str) -> list[str] | None:
+        """The targets at which ``name`` arrives in just this spelling, none when it has no place; ``None`` when it is dropped."""
+        route = self._route(name)
+        if route.group:
+            return [route.group]
+        return [place.name for place in route.places if self._lands(place)] if route.places else None
+
+    def notes(self) -> list[str]:
+        """Which prefixes were added or taken off because a module was made of another."""
+        verbs = {"add": "added to", "strip": "taken off"}
+        return [
+            f"prefix {dotted + prefix!r} {verbs[kind]} {count} names"
+            for (dotted, prefix, kind), count in self.spelled.items()
+        ]
+
+    @property
+    def prefix(self) -> str:
+        """What was put before names, because the module was made of another."""
+        return next((prefix for dotted, prefix, kind in self.spelled if not dotted and kind == "add"), "")
+
+    def _route(self, name: str) -> Route:
         found = self._root(name) if self._root is not None else Route([Place(name)])
         if not self._below or not found.places or all(self.at_home(place.name) for place in found.places):
             return found

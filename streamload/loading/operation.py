@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamload.checkpoint import TensorSpec
 from streamload.errors import LoadError
-from streamload.loading.targets import Targets
+
+if TYPE_CHECKING:
+    from streamload.loading.targets import Targets
 
 
 class Operation(NamedTuple):

@@ -154,6 +154,8 @@ def conclude(
     if router.conversions is not None:
         plan.prefix = router.conversions.prefix
         plan.notes += router.conversions.notes()
+    plan.prefix = plan.prefix or router.prefix
+    plan.notes += router.notes()
     plan.notes += [*unexpected.unused(), *missing.unused()]
     if router.overridden and not plan.ok:
         plan.notes.append(f"mapper= stands in for the conversions of checkpoints that {router.library} has of its own")

@@ -20,7 +20,7 @@ from streamload.loading.written import Written
 from streamload.memory import Meter
 from streamload.sources.source import Source
 
-#: What is done with the tensors that a computation waits for is written down under this name.
+#: Tensors, or parts of them, that a computation waits for are held under names that begin so.
 _COMPUTED = "computation "
 
 
@@ -53,10 +53,10 @@ class Streamed:
         ]:
             inside = _inside(placement.spec, catalog)
             self._uses[inside.name].append((target, placement._replace(spec=inside)))
-        self._needs: dict[str, list[int]] = defaultdict(list)
+        self._needs: dict[str, dict[int, None]] = defaultdict(dict)
         for number, operation in enumerate(plan.operations):
             for spec in operation.sources.values():
-                self._needs[spec.name].append(number)
+                self._needs[spec.name][number] = None
         plan.copies = []  # those that are compared come back as they are
         self._inputs = [
             {name: Placement(_inside(spec, catalog), name) for name, spec in operation.sources.items()}
@@ -112,18 +112,22 @@ class Streamed:
         waiting: list[str] = []
         if stored in self._as_views:  # as it lies in the file
             tensor = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        uses, needs = self._uses.pop(stored, []), self._needs.pop(stored, [])
+        uses, needs = self._uses.pop(stored, []), self._needs.pop(stored, {})
         for target, placement in uses:
             if self._share and self._adopted(target, placement, tensor):
                 continue
             if not self._written.put(target, placement, tensor):
                 waiting.append(target)
                 self._early[stored].append((target, placement))
-        waiting += [f"{_COMPUTED}{number}" for number in needs]
         if waiting:
             self._held.keep(stored, tensor, waiting)
-            for number in needs:
-                self._compute(number)
+        for number in needs:
+            for key, placement in self._inputs[number].items():
+                if placement.spec.name == stored:
+                    self._held.keep(
+                        f"{_COMPUTED}{number} {key}", rectangle(tensor, placement), [f"{_COMPUTED}{number}"]
+                    )
+            self._compute(number)
 
     def _adopted(self, target: str, placement: Placement, tensor: Tensor) -> bool:
         """Whether the parameter has taken over ``tensor`` as it is."""
@@ -137,17 +141,16 @@ class Streamed:
 
     def _compute(self, number: int) -> None:
         operation, waiting = self.plan.operations[number], f"{_COMPUTED}{number}"
-        tensors = {name: self._held.get(spec.name) for name, spec in operation.sources.items()}
-        if any(tensor is None for tensor in tensors.values()):
+        tensors = {key: self._held.get(f"{waiting} {key}") for key in operation.sources}
+        found = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        if len(found) < len(tensors):
             return
         for target in operation.targets:
             self._written.computed(target)
-        inputs = self._inputs[number]
-        found = {name: rectangle(tensor, inputs[name]) for name, tensor in tensors.items() if tensor is not None}
         compute(operation, found, self.targets)
-        for name, spec in operation.sources.items():
-            self.ledger.add(Placement(spec, name))
-            self._held.release(spec.name, waiting)
+        for key, spec in operation.sources.items():
+            self.ledger.add(Placement(spec, key))
+            self._held.release(f"{waiting} {key}", waiting)
 
 
 def _inside(spec: TensorSpec, catalog: Mapping[str, TensorSpec]) -> TensorSpec:

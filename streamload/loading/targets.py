@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from streamload.checkpoint.dtypes import BITS, FLOATS
 from streamload.errors import LoadError
+from streamload.loading.adapting import ADAPTER, Adapter
 from streamload.loading.mark import MARK
 from streamload.sources.dtypes import CODES, dtype_code
 
@@ -78,6 +79,8 @@ class Targets:
     """Modules with a ``load_weights`` of their own, by dotted prefix; of nested ones the outermost."""
     writers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Parameters with a ``weight_loader`` of their own."""
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    """Of modules that were made of others by leaving heads out, by dotted prefix."""
     holders: list[tuple[str, nn.Module]] = field(default_factory=list)
     """Modules with attributes of their own, with their dotted prefixes."""
     touched: bool = False
@@ -140,6 +143,8 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
     for dotted, owner in _owners(module):
         if own_attributes(owner):
             targets.holders.append((dotted, owner))
+        if ADAPTER in owner.__dict__ and targets.loader_of(dotted) is None:
+            targets.adapters[dotted] = owner.__dict__[ADAPTER]
         if MARK in owner.__dict__:
             targets.marked.append((dotted, owner))
         if (kind := type(owner)) not in with_mapper:
