@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from streamload.mapping import Mapped, WeightsMapper
     from streamload.memory import Limits, Meter
     from streamload.memory.clones import count_clones
+    from streamload.pooling import as_embedding_model, as_seq_cls_model
     from streamload.sources.guard import guard
     from streamload.sources.source import Source
     from streamload.sources.stream import stream
@@ -64,6 +65,7 @@ _ROOMS = {
     "mapping": ("Mapped", "WeightsMapper"),
     "memory": ("Limits", "Meter"),
     "memory.clones": ("count_clones",),
+    "pooling": ("as_embedding_model", "as_seq_cls_model"),
     "sources.guard": ("guard",),
     "sources.source": ("Source",),
     "sources.stream": ("stream",),
@@ -90,6 +92,8 @@ __all__ = [
     "StreamloadError",
     "TensorSpec",
     "WeightsMapper",
+    "as_embedding_model",
+    "as_seq_cls_model",
     "audit_buffers",
     "count_clones",
     "guard",

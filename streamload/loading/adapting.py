@@ -23,6 +23,8 @@ class Adapter:
     """Dotted names of modules that were left out."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter of a head that was left out -> the one that it was tied to."""
+    exact: Sequence[str] = ()
+    """Parameters that keep their dtype whatever the others become."""
     derivations: Sequence[Derivation] = ()
     """Parameters that can be made of a head's rows."""
 

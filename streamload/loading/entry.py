@@ -335,7 +335,7 @@ def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bo
         and not isinstance(weights, (Source, guard))
     ):
         items = guard(items)  # nobody knows what a hook keeps
-    Run(OnePass(items, made, order), model, report, already, started, teller, refuse_late=strict)(untie=untie)
+    Run(OnePass(items, made, order, weights), model, report, already, started, teller, refuse_late=strict)(untie=untie)
     if isinstance(weights, Source):
         report.bytes_read = weights.bytes_read
         report.notes += weights.notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from streamload.errors import LoadError
 from streamload.loading.feed import Feed
+from streamload.loading.handed import Handed
 from streamload.loading.keys import Keys
 from streamload.loading.observed import Observed, Observer, watching
 from streamload.loading.room import make_room
@@ -44,15 +45,18 @@ class Hooks:
             self.raised = error
             raise
 
-    def run(self, items: Iterator[tuple[str, Tensor]]) -> None:
+    def run(self, items: Handed) -> None:
         """Let the ``load_weights`` of the module itself take in ``items``, in this thread."""
         module, observed = self._targets.loaders[""], self._watch("", [*self._targets.specs])
+        token = Handed.current.set(items)
         try:
             with Observer(observed), watching(observed):
                 self._report("", _title(module), _consume(module, items))
         except BaseException as error:
             self.raised = error
             raise
+        finally:
+            Handed.current.reset(token)
 
     def finish(self) -> None:
         """The stream has ended: let every module finish, once."""

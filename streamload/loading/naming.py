@@ -106,21 +106,21 @@ class Router:
 
     def route(self, name: str) -> Route:
         """Where the stored tensor ``name`` goes."""
-        found = self._route(name)
+        found = self.own_route(name)
         return self._adapted(name, found) if self._adapters else found
 
     def _adapted(self, name: str, found: Route) -> Route:
         """``found`` where it is at home, else where another spelling is, or nowhere when it was for a head that was left out."""
-        if found.group or (found.places and all(self._lands(place) for place in found.places)):
+        if found.group or (found.places and all(self.lands(place) for place in found.places)):
             return found
         for dotted, adapter in self._adapters.items():
             if not dotted and self.conversions is None:
                 others = [form for form in adapter.forms(name) if form != name]
-                routes = iter([(form, self._route(form)) for form in others])
+                routes = iter([(form, self.own_route(form)) for form in others])
             else:
                 routes = self._spelled_below(dotted, adapter, found)
             for form, route in routes:
-                if route.places and all(self._lands(place) for place in route.places):
+                if route.places and all(self.lands(place) for place in route.places):
                     self.spelled[(dotted, adapter.prefix, "add" if len(form) > len(name) else "strip")] += 1
                     return route
             mapped = [place.name.removeprefix(dotted) for place in found.places if place.name.startswith(dotted)]
@@ -139,15 +139,9 @@ class Router:
             if form != rest:
                 yield dotted + form, found._replace(places=[place._replace(name=dotted + form)])
 
-    def _lands(self, place: Place) -> bool:
+    def lands(self, place: Place) -> bool:
+        """Whether the module has it, or hands it to a module inside."""
         return self._targets.at_home(place.name) or self._targets.loader_of(place.name) is not None
-
-    def lands(self, name: str) -> list[str] | None:
-        """The targets at which ``name`` arrives in just this spelling, none when it has no place; ``None`` when it is dropped."""
-        route = self._route(name)
-        if route.group:
-            return [route.group]
-        return [place.name for place in route.places if self._lands(place)] if route.places else None
 
     def notes(self) -> list[str]:
         """Which prefixes were added or taken off because a module was made of another."""
@@ -162,7 +156,8 @@ class Router:
         """What was put before names, because the module was made of another."""
         return next((prefix for dotted, prefix, kind in self.spelled if not dotted and kind == "add"), "")
 
-    def _route(self, name: str) -> Route:
+    def own_route(self, name: str) -> Route:
+        """Where the mappers let the stored tensor ``name`` go, in just this spelling."""
         found = self._root(name) if self._root is not None else Route([Place(name)])
         if not self._below or not found.places or all(self.at_home(place.name) for place in found.places):
             return found

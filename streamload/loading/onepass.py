@@ -17,6 +17,7 @@ from streamload.loading.derived import Derivation
 from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
+from streamload.loading.handed import Handed
 from streamload.loading.held import Held
 from streamload.loading.hooks import Hooks
 from streamload.loading.ignore import Ignore
@@ -61,10 +62,12 @@ class Order:
 class OnePass:
     """Takes a stream in. Tensors are written as they come; those whose place depends on others are cloned until then."""
 
-    def __init__(self, items: Iterable[Any], plan: LoadPlan, order: Order) -> None:
+    def __init__(self, items: Iterable[Any], plan: LoadPlan, order: Order, origin: Any = None) -> None:
+        """``origin``: what ``items`` were made of, which may know its names."""
         self.plan, self.targets = plan, order.targets
         self.spoilt: list[str] = []
         self._items, self._order = items, order
+        self._origin = items if origin is None else origin
         self._matched = Matched(plan, order.targets, order.router, order.unexpected)
         self._fitter = Fitter(plan, order.targets)
         self._unwrap = Unwrapper(self._matched.lands)
@@ -111,7 +114,10 @@ class OnePass:
         iterator = iter(self._items)
         try:
             if "" in self.targets.loaders:
-                self._hooks.run(self._handed(iterator))
+                handed = Handed(self._origin, self._guarded(iterator), self._hand_on, self.plan, self._order.budget)
+                self._hooks.run(handed)
+                self._held.count += handed.clones
+                self._held.total += handed.clone_bytes
             for item in self._guarded(iterator):
                 self._take(*_checked(item))
                 del item  # a source that reuses its memory looks whether anybody holds it
@@ -123,18 +129,16 @@ class OnePass:
         self._finish()
         meter.sample()
 
-    def _handed(self, iterator: Iterator[Any]) -> Iterator[tuple[str, Tensor]]:
-        """The items for the module's own ``load_weights``, each booked when it is asked for."""
-        for item in self._guarded(iterator):
-            name, tensor = _checked(item)
-            spec = spec_of(name, tensor, ORIGIN)
-            self._see(name)
-            self._matched.arrive(name, spec)
-            self.ledger.add(Placement(spec, name))
-            del item
-            lent = [(name, tensor)]
-            del tensor
-            yield lent.pop()
+    def _hand_on(self, item: Any) -> tuple[str, Tensor]:
+        """Book an item that the module's own ``load_weights`` has asked for."""
+        name, tensor = _checked(item)
+        self._see(name)
+        spec = spec_of(name, tensor, ORIGIN)
+        self._matched.arrive(name, spec)
+        self.ledger.add(Placement(spec, name))
+        if self._order.teller is not None:
+            self._order.teller(self.ledger)
+        return name, tensor
 
     def _see(self, stored: str) -> None:
         if stored in self._seen:

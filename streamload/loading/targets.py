@@ -171,6 +171,11 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
                 if tensor.is_meta:
                     targets.stranded.append(dotted + key)
     targets.recomputed = frozenset(recomputed)
+    for dotted, adapter in targets.adapters.items():
+        for name in adapter.exact:
+            own = targets.tensors[dotted + name]
+            exact = Target(dotted + name, dtype_code(own.dtype), tuple(own.shape))
+            targets.specs[dotted + name] = exact._replace(address=own.data_ptr() if own.is_cpu and is_solid(own) else 0)
     return targets
 
 

@@ -1,0 +1,75 @@
+"""The stream that a module's own ``load_weights`` gets from a load, and what it may tell the load about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from streamload.loading.keys import Keys
+
+
+class Handed(Iterator[tuple[str, Tensor]]):
+    """The tensors of ``items``, each handed on by ``take``, and the books of the load in ``keys``."""
+
+    current: ContextVar[Handed | None] = ContextVar("the stream of the load that is running", default=None)
+
+    def __init__(
+        self,
+        items: Any,
+        iterator: Iterator[Any],
+        take: Callable[[Any], tuple[str, Tensor]],
+        keys: Keys,
+        budget: int,
+    ) -> None:
+        self._items, self._iterator, self._take, self._keys = items, iterator, take, keys
+        self._skipped: frozenset[str] = frozenset()
+        self.budget = budget
+        """Bytes that may be cloned."""
+        self.decided = False
+        """Whether the spelling of the names has been found."""
+        self.clones = 0
+        self.clone_bytes = 0
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """All names that will come, where the source knows them or everything is in memory already."""
+        known: Sequence[str] | None = getattr(self._items, "names", None)
+        if known is None and isinstance(self._items, Mapping):
+            return list(self._items)
+        if known is None and isinstance(self._items, (list, tuple)):
+            return [item[0] for item in self._items]
+        return known
+
+    def skip(self, dropped: Collection[str]) -> None:
+        """``dropped`` are not needed: they are not read where that can be helped, and do not come."""
+        self._skipped = frozenset(dropped)
+        if (skip := getattr(self._items, "skip", None)) is not None:
+            skip(dropped)
+
+    def drop(self, name: str, rule: str) -> None:
+        """Book ``name`` as dropped by ``rule``."""
+        self._keys.dropped[name] = rule
+
+    def note(self, text: str) -> None:
+        """Put ``text`` into the report."""
+        self._keys.notes.append(text)
+
+    def chose(self, prefix: str) -> None:
+        """``prefix`` is put before the names."""
+        self._keys.prefix = prefix
+
+    def cloned(self, nbytes: int) -> None:
+        """A tensor was cloned on the way."""
+        self.clones += 1
+        self.clone_bytes += nbytes
+
+    def __next__(self) -> tuple[str, Tensor]:
+        while True:
+            item = next(self._iterator)
+            if not (self._skipped and isinstance(item, tuple) and item[0] in self._skipped):
+                handed = [self._take(item)]
+                del item
+                return handed.pop()
