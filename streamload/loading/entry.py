@@ -329,12 +329,8 @@ def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bo
     teller = Teller(options.progress, params) if options.progress is not None else None
     order = Order(targets, Router(targets, options.mapper), unexpected, missing, device, budget, untie, teller)
     items = weights.items() if isinstance(weights, Mapping) else weights
-    if (
-        (targets.loaders or targets.writers)
-        and getattr(weights, "lends", False)
-        and not isinstance(weights, (Source, guard))
-    ):
-        items = guard(items)  # nobody knows what a hook keeps
+    if targets.writers and getattr(weights, "lends", False) and not isinstance(weights, (Source, guard)):
+        items = guard(items)  # nobody knows what a weight_loader keeps
     Run(OnePass(items, made, order, weights), model, report, already, started, teller, refuse_late=strict)(untie=untie)
     if isinstance(weights, Source):
         report.bytes_read = weights.bytes_read

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamload.errors import BorrowError, LoadError
+from streamload.errors import LoadError
 from streamload.interrupts import postponed
-from streamload.sources.lent import Revocable
+from streamload.sources.lent import Lender
 
 
 class _Abandoned(BaseException):
@@ -26,7 +26,7 @@ class Feed:
 
     ``title`` says whose ``load_weights`` it is. Grad mode, the default device and context variables are those of the thread that
     made the feed. ``lends``: a tensor is the consumer's only until it asks for the next, which can come much later than others
-    for other modules; what its loop still names then is emptied, and BorrowError names a tensor that it keeps for longer.
+    for other modules; see ``Lender``.
     """
 
     def __init__(self, title: str, consume: Callable[[Iterable[tuple[str, Tensor]]], Any], *, lends: bool) -> None:
@@ -92,17 +92,10 @@ class Feed:
         self._states.put((True, failure))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        before: Revocable | None = None
-        latest: Revocable | None = None
+        lender = Lender(self.title) if self._lends else None
         while True:
-            if latest is not None:
-                latest.revoke()
-            if before is not None and before.is_held:
-                raise BorrowError(
-                    f"{self.title} still holds {before.name!r} when it asks for the next but one, but it was only lent: its "
-                    "memory is overwritten; copy what you keep (tensor.clone()), or load from files, which are mapped for it"
-                )
-            before, latest = latest, None
+            if lender is not None:
+                lender.take_back()
             self._states.put((False, None))
             if isinstance(item := self._items.get(), BaseException):
                 raise item
@@ -110,11 +103,6 @@ class Feed:
                 return
             name, tensor = item
             del item  # the source looks whether anybody holds the tensor
-            if self._lends and tensor.is_cpu and tensor.numel():
-                latest = Revocable(name, tensor)
-                del tensor
-                yield name, latest.hand()
-            else:
-                handed = [tensor]
-                del tensor
-                yield name, handed.pop()
+            handed = [tensor if lender is None else lender.lend(name, tensor)]
+            del tensor
+            yield name, handed.pop()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from streamload.loading.keys import Keys
+from streamload.sources.lent import Lender
 
 
 class Handed(Iterator[tuple[str, Tensor]]):
@@ -23,11 +24,13 @@ class Handed(Iterator[tuple[str, Tensor]]):
         take: Callable[[Any], tuple[str, Tensor]],
         keys: Keys,
         budget: int,
+        borrower: str,
     ) -> None:
         self._items, self._iterator, self._take, self._keys = items, iterator, take, keys
         self._skipped: frozenset[str] = frozenset()
         self.budget = budget
         """Bytes that may be cloned."""
+        self._lender = Lender(borrower) if getattr(items, "lends", False) else None
         self.decided = False
         """Whether the spelling of the names has been found."""
         self.clones = 0
@@ -67,9 +70,13 @@ class Handed(Iterator[tuple[str, Tensor]]):
         self.clone_bytes += nbytes
 
     def __next__(self) -> tuple[str, Tensor]:
-        while True:
+        if self._lender is not None:
+            self._lender.take_back()
+        item = next(self._iterator)
+        while self._skipped and isinstance(item, tuple) and item[0] in self._skipped:
             item = next(self._iterator)
-            if not (self._skipped and isinstance(item, tuple) and item[0] in self._skipped):
-                handed = [self._take(item)]
-                del item
-                return handed.pop()
+        name, tensor = self._take(item)
+        del item
+        handed = [tensor if self._lender is None else self._lender.lend(name, tensor)]
+        del tensor
+        return name, handed.pop()

@@ -139,6 +139,23 @@ class Router:
             if form != rest:
                 yield dotted + form, found._replace(places=[place._replace(name=dotted + form)])
 
+    def dropped(self, names: Sequence[str]) -> dict[str, str]:
+        """Those of ``names`` that need not be read -> the rule that drops them."""
+        needed = {
+            (dotted, source)
+            for dotted, adapter in self._adapters.items()
+            for derivation in adapter.derivations
+            for source in derivation.sources
+        }
+        counted, found = self.spelled.copy(), {}
+        for name in names:
+            # A library counts what it is asked for, and may think otherwise of a name once it has seen others.
+            route = self.route(name) if self.conversions is None else self._adapted(name, Route([Place(name)]))
+            if not route.places and not route.group and route.head not in needed:
+                found[name] = route.rule
+        self.spelled = counted
+        return found
+
     def lands(self, place: Place) -> bool:
         """Whether the module has it, or hands it to a module inside."""
         return self._targets.at_home(place.name) or self._targets.loader_of(place.name) is not None

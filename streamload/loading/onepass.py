@@ -36,6 +36,7 @@ from streamload.loading.written import Written
 from streamload.mapping.rules import Place
 from streamload.memory import Meter
 from streamload.sources.dtypes import CODES
+from streamload.sources.source import Source
 
 #: Where a stream's tensors are said to come from.
 ORIGIN = "the stream"
@@ -113,8 +114,14 @@ class OnePass:
         """Take in every tensor of the stream, then see what has waited in vain."""
         iterator = iter(self._items)
         try:
+            if isinstance(self._origin, Source) and self._origin.names is not None and "" not in self.targets.loaders:
+                dropped = self._order.router.dropped(self._origin.names)
+                self._origin.skip(dropped)
+                self.plan.dropped |= dropped
             if "" in self.targets.loaders:
-                handed = Handed(self._origin, self._guarded(iterator), self._hand_on, self.plan, self._order.budget)
+                title = f"{type(self.targets.loaders['']).__name__}.load_weights"
+                books = (self.plan, self._order.budget, title)
+                handed = Handed(self._origin, self._guarded(iterator), self._hand_on, *books)
                 self._hooks.run(handed)
                 self._held.count += handed.clones
                 self._held.total += handed.clone_bytes

@@ -152,8 +152,8 @@ def module_targets(module: nn.Module, dtype: str | None) -> Targets:
             with_loader[kind] = hasattr(kind, LOADER) and not getattr(kind, GENERIC, False)
         if with_loader[kind] and id(owner) not in running and targets.loader_of(dotted) is None:
             targets.loaders[dotted] = owner
-        if with_mapper[kind] or MAPPER in owner.__dict__:
-            targets.mappers.append((dotted, getattr(owner, MAPPER)))
+        if (with_mapper[kind] or MAPPER in owner.__dict__) and (mapper := getattr(owner, MAPPER)) is not None:
+            targets.mappers.append((dotted, mapper))
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 add(dotted + key, parameter)

@@ -106,7 +106,9 @@ class RunaiSource(BorrowedSource):
         # Before 0.17 everything was lent, and there was nothing to choose.
         choice = {"owned": False} if "owned" in inspect.signature(stream).parameters else {}
         with ExitStack() as stack:
-            with _limited(max(budget, *map(_header_bytes, paths))):  # it reads headers within the limit as well
+            with _limited(
+                budget if budget >= max(map(_header_bytes, paths)) else 0
+            ):  # it reads headers within it as well
                 streamer = stack.enter_context(SafetensorsStreamer())
                 streamer.stream_files(paths, device="cpu", tensor_names=names, **choice)
             yield from streamer.get_tensors()

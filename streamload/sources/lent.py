@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import cache
+from types import CellType, FrameType, GeneratorType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+
+from streamload.errors import BorrowError
 
 _use_count = torch._C._storage_Use_Count
 
@@ -48,12 +52,17 @@ class Loan:
         torch.empty(0, dtype=torch.uint8).set_(self._storage).fill_(0xFF)
 
 
+#: How often a lender looks for who has a tensor that was taken back.
+_SEARCHES = 64
+
+
 class Revocable:
     """A loan that ends at a moment that is not the borrower's: by then its tensor is empty, whoever still names it."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         lent = over_memory_of(tensor, _Unkept)
         self.name = name
+        self._owner: Tensor | None = tensor
         self._loan = Loan(name, lent.untyped_storage())
         self._lent: Tensor | None = lent
         self._seen = weakref.ref(lent)
@@ -66,14 +75,75 @@ class Revocable:
 
     def revoke(self) -> None:
         """The memory is not the borrower's any more."""
+        self._owner = None
         if (lent := self._seen()) is not None:
             with torch.no_grad():
                 lent.set_()  # type: ignore[call-overload]
 
     @property
-    def is_held(self) -> bool:
-        """Whether the borrower still has the tensor, or a view of its memory."""
-        return self._seen() is not None or self._loan.is_held
+    def has_views(self) -> bool:
+        """Whether the borrower has a view of the memory, once it was revoked."""
+        return self._loan.is_held
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the borrower still has the tensor."""
+        return self._seen() is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has it in a container, not only in a variable."""
+        lent = self._seen()
+        found = _holders(lent) if lent is not None else []
+        pairs = [each for each in found if isinstance(each, tuple)]  # (name, tensor), which may be a variable
+        return len(found) > len(pairs) or any(_holders(pair, found, pairs) for pair in pairs)
+
+
+class Lender:
+    """Lends one tensor after the other to somebody whose loop still names the last when it asks for the next.
+
+    What it still names then is emptied, so that the memory is free for others, however many come before its own next one. A
+    tensor that is kept in a list, a dict or an object, or of which a view is, is told by BorrowError; a variable of a loop that
+    another one, which filters, runs inside of is none. Tensors on an accelerator, and those without an element, are passed on as
+    they are.
+    """
+
+    def __init__(self, borrower: str) -> None:
+        self._borrower = borrower
+        self._before: Revocable | None = None
+        self._latest: Revocable | None = None
+        self._searches = _SEARCHES
+
+    def take_back(self) -> None:
+        """The next one is asked for."""
+        if self._latest is not None:
+            self._latest.revoke()
+        before, self._before, self._latest = self._before, self._latest, None
+        if before is not None and (before.has_views or self._is_kept(before)):
+            raise BorrowError(
+                f"{self._borrower} still holds {before.name!r} when it asks for the next but one, but it was only lent: its "
+                "memory is overwritten; copy what you keep (tensor.clone()), or load from files, which are mapped for it"
+            )
+
+    def _is_kept(self, loan: Revocable) -> bool:
+        if not loan.is_named or not self._searches:
+            return False
+        self._searches -= 1  # each takes milliseconds, and the tensor is empty anyway
+        return loan.is_kept
+
+    def lend(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` until ``take_back``."""
+        if not tensor.is_cpu or not tensor.numel():
+            return tensor
+        self._latest = Revocable(name, tensor)
+        return self._latest.hand()
+
+
+def _holders(value: Any, *others: Any) -> list[Any]:
+    """What refers to ``value``, but for the variables of running code."""
+    skipped = (FrameType, GeneratorType, CellType)
+    found = [each for each in gc.get_referrers(value) if not isinstance(each, skipped)]
+    return [each for each in found if not any(each is other for other in others)]
 
 
 class _Unkept:
