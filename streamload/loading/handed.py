@@ -56,6 +56,10 @@ class Handed(Iterator[tuple[str, Tensor]]):
         """Book ``name`` as dropped by ``rule``."""
         self._keys.dropped[name] = rule
 
+    def lacks(self, name: str, why: str) -> None:
+        """Say why the parameter ``name`` is missing."""
+        self._keys.partly[name] = why
+
     def note(self, text: str) -> None:
         """Put ``text`` into the report."""
         self._keys.notes.append(text)

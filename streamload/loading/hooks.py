@@ -129,7 +129,7 @@ class Hooks:
                 if done < size:
                     said = self._reported.get(name)
                     told = f", though {said} reports it as loaded" if said else ""
-                    keys.partly[name] = f"{done:,} of {size:,} elements were written{told}"
+                    keys.partly.setdefault(name, f"{done:,} of {size:,} elements were written{told}")
 
     def _names(self, hook: str) -> list[str]:
         loads = not hook or hook in self._targets.loaders

@@ -42,7 +42,7 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
             self._items = items
         else:
             budget = self._handed.budget if self._handed is not None else AUTO_MAX
-            probe = Probe(self._prober, items, budget, drop=self._drop, cloned=self._cloned)
+            probe = Probe(self._prober, items, budget, drop=self._drop_lent, cloned=self._cloned)
             self._spelling = probe.decide()
             self._items = probe.tensors()
         self._say(nested)
@@ -72,6 +72,10 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
     def _drop(self, name: str, rule: str) -> None:
         if self._handed is not None:
             self._handed.drop(name, rule)
+
+    def _drop_lent(self, name: str, rule: str, tensor: Tensor) -> None:
+        self._keep_rows(name, tensor)
+        self._drop(name, rule)
 
     def _cloned(self, nbytes: int) -> None:
         if self._handed is not None:
@@ -112,8 +116,11 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
     def finish(self) -> set[str]:
         """Make what was not stored; returns what was loaded beside the original class."""
         for derivation in self._adapter.derivations:
-            if derivation.target not in self._loaded and (value := derivation.value()) is not None:
-                self._model.get_parameter(derivation.target).data.copy_(value)
-                self._loaded.add(derivation.target)
+            if derivation.target not in self._loaded:
+                if (value := derivation.value()) is not None:
+                    self._model.get_parameter(derivation.target).data.copy_(value)
+                    self._loaded.add(derivation.target)
+                elif self._handed is not None:
+                    self._handed.lacks(derivation.target, derivation.nothing())
             derivation.kept.clear()
         return self._loaded

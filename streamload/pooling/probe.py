@@ -108,7 +108,7 @@ class Probe:
         items: Iterable[tuple[str, Tensor]],
         budget: int,
         *,
-        drop: Callable[[str, str], None],
+        drop: Callable[[str, str, Tensor], None],
         cloned: Callable[[int], None],
     ) -> None:
         self._prober, self._rest = prober, iter(items)
@@ -121,7 +121,7 @@ class Probe:
         held = 0
         for name, tensor in self._rest:
             if rule := self._prober.dropped(name):
-                self._drop(name, rule)
+                self._drop(name, rule, tensor)
                 continue
             found = self._prober.decide(name)
             nbytes = tensor.nbytes
