@@ -13,7 +13,7 @@ import click
 from streamload import __version__
 from streamload.errors import LoadError, StreamloadError
 
-_COMMANDS = ("inspect", "plan", "load", "explain", "embed")
+_COMMANDS = ("inspect", "plan", "load", "explain", "embed", "bench")
 
 
 class _Commands(click.Group):

@@ -29,6 +29,8 @@ memory_limit = click.option(
     show_default=True,
     help='Host memory beyond the parameters: "32MiB", "10%", or auto.',
 )
-backend = click.option("--backend", default="auto", show_default=True, help="How the bytes are read: auto or direct.")
+backend = click.option(
+    "--backend", default="auto", show_default=True, help="How the bytes are read: auto, mmap, safetensors, runai, ..."
+)
 threads = click.option("--threads", type=click.IntRange(min=1), help="Reading threads.")
 no_progress = click.option("--no-progress", is_flag=True, help="Draw no progress bar.")

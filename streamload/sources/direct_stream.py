@@ -40,6 +40,8 @@ class _Job(NamedTuple):
     number: int
     file: File
     batch: Batch
+    slot: Slot
+    """It owns the memory that is written to."""
 
 
 class DirectSource(CatalogSource):
@@ -168,7 +170,7 @@ class _Reader(Iterator["tuple[str, Tensor]"]):
                 if spec.nbytes
             ]
             file = self._crew.file(load.path, end, self._stamps.get(load.path))
-            jobs = [_Job(self._submitted, file, batch) for batch in batches(reads, JOB // 4)]
+            jobs = [_Job(self._submitted, file, batch, slot) for batch in batches(reads, JOB // 4)]
             self._slots[self._submitted], self._left[self._submitted] = slot, len(jobs)
             self._submitted += 1
             self._crew.start(jobs)
@@ -179,11 +181,11 @@ class _Reader(Iterator["tuple[str, Tensor]"]):
         return sum(nbytes for _, nbytes in self._ring.pinned)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading; what the threads write to goes after them."""
+        self._finalizer()
         self._waiting, self._current = deque(), None
         self._slots.clear()
         self._ring.clear()
-        self._finalizer()
 
 
 class _Crew:

@@ -10,6 +10,7 @@ import torch
 from streamload import BudgetError, Checkpoint, SourceError, guard, load
 from streamload.sources.direct_stream import DirectSource
 from streamload.testing import module_of, tensor_bytes, write_safetensors, write_sharded
+from tests.cache import evict
 
 MiB = 1 << 20
 
@@ -179,3 +180,12 @@ def test_loading_from_it_and_under_guard(tmp_path):
         assert report.clones == 0
         for name, tensor in tensors.items():
             assert torch.equal(model.get_parameter(name), tensor), name
+
+
+def test_closing_waits_for_the_readers_before_their_memory_goes(tmp_path):
+    tensors = {f"t{n}": torch.full((2 * MiB,), float(n)) for n in range(8)}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    for _ in range(20):
+        evict(path)
+        with source_of(path, budget=48 * MiB) as source:
+            next(source)
