@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
 class Observed:
@@ -103,6 +103,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, observed: Observed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observed = observed
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch: otherwise the first use imports its compiler, which takes 2 s and 60 MiB."""
+        return False
+
+    def __enter__(self) -> Observer:
+        """Watch this thread. Torch's own flags are left alone: they are global, and several threads may be watched at once."""
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

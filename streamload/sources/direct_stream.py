@@ -81,8 +81,8 @@ class DirectSource(CatalogSource):
 
 
 def needed(specs: Sequence[TensorSpec]) -> int:
-    """A budget with which a DirectSource of ``specs`` is sure to work, and reads ahead: four slots of the largest."""
-    room = max(2 * _most_at_once(_divided(specs, _SLOT)), 4 * MIN_WINDOW)
+    """A budget with which a DirectSource of ``specs`` is sure to work: the largest two neighbours, and windows."""
+    room = max(_most_at_once(_divided(specs, _SLOT)), 4 * MIN_WINDOW)
     return room + max(room // 3, MIN_WINDOW) + 2 * FIXED_OVERHEAD
 
 
