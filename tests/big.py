@@ -26,6 +26,7 @@ def write_big(path: Path | str, shapes: dict[str, tuple[int, ...]]) -> str:
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
     raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # as the library writes it
     data = block().view(torch.uint8).numpy().tobytes()
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)

@@ -34,6 +34,9 @@ def main(way: str, path: str) -> None:
     usage, started, budget = own_usage(), time.perf_counter(), None
     if way == "streamload":
         budget = load(module, checkpoint).peak_host_bytes
+    elif way == "shared":
+        budget = load(module, checkpoint, backend="mmap", share=True).peak_host_bytes
+        parameters = dict(module.named_parameters())
     elif way == "safe_open":
         with safetensors.safe_open(path, "pt") as file, torch.no_grad():
             for name in file.keys():  # noqa: SIM118  it is no dict

@@ -61,3 +61,13 @@ def test_we_finish_where_load_file_does_not(checkpoint, base):
             assert json.loads(ours.output)["wrong"] == []
             return
     pytest.fail("load_file always finished")
+
+
+def test_a_model_larger_than_the_memory_shares_the_pages_of_its_file(checkpoint, base):
+    limit = base + 150 * MiB
+    assert limit < base + PARAMS / 4
+    ours = run("shared", checkpoint, limit)
+    assert ours.code == 0, ours.output
+    assert json.loads(ours.output)["wrong"] == []
+    assert json.loads(ours.output)["peak"] <= 4 * MiB
+    assert run("streamload", checkpoint, limit).code != 0  # parameters of its own do not fit
