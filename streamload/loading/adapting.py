@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from streamload.loading.derived import Derivation
 
@@ -46,3 +48,29 @@ class Adapter:
 def left_out(head: str) -> str:
     """The rule under which a head's weights are dropped."""
     return f"pooling does without {head.rpartition('.')[0] or head}"
+
+
+class Rows:
+    """Keeps the rows, as a stream passes, from which parameters of ``adapters``, by dotted prefix, may have to be made."""
+
+    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
+        self._derivations = [(dotted, each) for dotted, adapter in adapters.items() for each in adapter.derivations]
+        self.forget()  # those of a stream that broke off
+
+    def keep(self, names: Collection[str], tensor: Tensor) -> Iterator[int]:
+        """Copy the rows that are needed of the stored tensor of the parameters ``names``; gives the bytes of each copy."""
+        for dotted, derivation in self._derivations:
+            for source in derivation.sources:
+                if dotted + source in names:
+                    yield derivation.keep(source, tensor)
+
+    def missing(self, arrived: Collection[str]) -> Iterator[tuple[str, Derivation]]:
+        """The parameters that have not come."""
+        for dotted, derivation in self._derivations:
+            if dotted + derivation.target not in arrived:
+                yield dotted + derivation.target, derivation
+
+    def forget(self) -> None:
+        """Let go of all rows."""
+        for _, derivation in self._derivations:
+            derivation.kept.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Keys
 from streamload.loading.naming import Router
 from streamload.loading.onepass import OnePass, Order
+from streamload.loading.options import Options, check_device
 from streamload.loading.planning import Forecast, LoadPlan, make_plan
 from streamload.loading.report import LoadReport
 from streamload.loading.run import Progress, Run, Teller, refuse_misfits
@@ -29,11 +30,10 @@ from streamload.loading.streamed import Streamed
 from streamload.loading.targets import Targets, module_targets, table_targets
 from streamload.loading.written import Written
 from streamload.memory.collector import quiet_collector
-from streamload.sources.dtypes import dtype_code
 from streamload.sources.guard import guard
 from streamload.sources.source import Source
 from streamload.sources.staging import FIXED_OVERHEAD
-from streamload.sources.stream import BACKENDS, stream
+from streamload.sources.stream import stream
 
 Table = Mapping[str, tuple[Any, Sequence[int]]]
 """``{name: (dtype, shape)}``; the dtype is torch's, or its name, or a code such as ``"BF16"``."""
@@ -65,7 +65,7 @@ def plan(
     ``model`` may also be a table ``{name: (dtype, shape)}``. Names that do not fit are listed in the plan, not raised.
     Raises CheckpointError, MappingError, and BudgetError when ``memory_limit`` is too small to work with.
     """
-    options = _Options(
+    options = Options(
         mapper,
         ignore_unexpected,
         ignore_missing,
@@ -145,65 +145,11 @@ def load(
             recorder,
             share,
         )
-        return _load(model, weights, _Options(*options), strict=strict, untie=untie)
+        return _load(model, weights, Options(*options), strict=strict, untie=untie)
     except BaseException as error:
         del model, weights, mapper, progress, options
         clear_frames(error)
         raise
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What ``plan`` and ``load`` have in common."""
-
-    mapper: Any
-    ignore_unexpected: Iterable[str]
-    ignore_missing: Iterable[str]
-    device: torch.device | str | None
-    dtype: torch.dtype | str | None
-    memory_limit: int | str
-    backend: str
-    threads: int | None
-    progress: Callable[[Progress], None] | None
-    recorder: None
-    share: bool
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the bytes are read straight into place."""
-        return self.backend in ("auto", "direct")
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise LoadError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
-        if self.share and self.backend != "mmap":
-            raise LoadError(
-                f"share=True lets parameters take over mapped pages, so it needs backend='mmap', not {self.backend!r}"
-            )
-        if self.recorder is not None:
-            raise LoadError("recorder: the flight recorder is not part of this version yet")
-        if self.threads is not None and not (isinstance(self.threads, int) and self.threads > 0):
-            raise LoadError(f"threads={self.threads!r}: expected a number from one on")
-        if self.progress is not None and not callable(self.progress):
-            raise LoadError(f"progress: expected a callable that takes a Progress, found {self.progress!r}")
-
-    @property
-    def where(self) -> torch.device | None:
-        """The device, checked."""
-        if self.device is None:
-            return None
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError) as error:
-            raise LoadError(f"device {self.device!r} is not known: {error}") from error
-        if device.type == "meta":
-            raise LoadError("device 'meta': holds no values, so nothing can be loaded there; see streamload.plan")
-        return device
-
-    @property
-    def code(self) -> str | None:
-        """The dtype's code, checked."""
-        return None if self.dtype is None else dtype_code(self.dtype)
 
 
 class _Prepared(NamedTuple):
@@ -216,7 +162,7 @@ class _Prepared(NamedTuple):
     started: float
 
 
-def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpoint, options: _Options) -> _Prepared:
+def _prepare(model: nn.Module | Table, weights: str | os.PathLike[str] | Checkpoint, options: Options) -> _Prepared:
     started = time.perf_counter()
     device = options.where
     with quiet_collector():
@@ -255,7 +201,7 @@ def _open(weights: str | os.PathLike[str]) -> Checkpoint:
 def _load(
     model: nn.Module,
     weights: str | os.PathLike[str] | Checkpoint | Stream,
-    options: _Options,
+    options: Options,
     *,
     strict: bool,
     untie: bool,
@@ -270,7 +216,7 @@ def _load(
             )
         return _take_in(model, weights, options, strict=strict, untie=untie)
     with quiet_collector() as spare:
-        _check_device(options.where)
+        check_device(options.where)
         prepared = _prepare(model, weights, options)
         spare()
         report = _report(prepared.plan)
@@ -288,7 +234,7 @@ def _load(
     return report
 
 
-def _streamed(prepared: _Prepared, options: _Options, teller: Teller | None, *, untie: bool) -> Streamed:
+def _streamed(prepared: _Prepared, options: Options, teller: Teller | None, *, untie: bool) -> Streamed:
     """The same plan, with whole tensors that another reader gives."""
     made, checkpoint = prepared.plan, prepared.checkpoint
     written = Written(made, prepared.targets, prepared.device, teller, may_untie=untie)
@@ -297,9 +243,7 @@ def _streamed(prepared: _Prepared, options: _Options, teller: Teller | None, *, 
     return Streamed(made, prepared.targets, written, source, checkpoint.tensors, held, share=options.share)
 
 
-def _through_hooks(
-    model: nn.Module, prepared: _Prepared, options: _Options, *, strict: bool, untie: bool
-) -> LoadReport:
+def _through_hooks(model: nn.Module, prepared: _Prepared, options: Options, *, strict: bool, untie: bool) -> LoadReport:
     """A hook takes whole tensors, for as long as it likes: they are mapped, unless another reader is asked for."""
     made = prepared.plan
     backend = "mmap" if options.is_direct else options.backend
@@ -313,13 +257,18 @@ def _through_hooks(
     return report
 
 
-def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bool, untie: bool) -> LoadReport:
+def _take_in(model: nn.Module, weights: Stream, options: Options, *, strict: bool, untie: bool) -> LoadReport:
     """Load from a stream, whose names are known only once it has passed."""
     started, device = time.perf_counter(), options.where
-    _check_device(device)
+    check_device(device)
     targets = module_targets(model, options.code)
     made = LoadPlan(known=targets.known(), stranded=stranded(targets))
     params, already = host_bytes(targets.specs, targets, device), resident(targets.specs, targets)
+    if "" in targets.loaders and options.mapper is not None:
+        raise LoadError(
+            f"mapper=: {type(model).__name__} has a load_weights of its own, which maps the names itself, so they would be "
+            "mapped twice; give the mapper to that class (hf_to_vllm_mapper), or rename what the stream gives"
+        )
     budget = budget_for(params, already, options.memory_limit)
     made.forecast = Forecast(params, budget)
     unexpected = Ignore("ignore_unexpected", options.ignore_unexpected)
@@ -336,15 +285,6 @@ def _take_in(model: nn.Module, weights: Stream, options: _Options, *, strict: bo
         report.bytes_read = weights.bytes_read
         report.notes += weights.notes
     return report
-
-
-def _check_device(device: torch.device | None) -> None:
-    """Raise LoadError when ``device`` cannot be used, before anything is changed."""
-    if device is not None and device.type != "cpu":
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # torch built without it; no driver
-            raise LoadError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _report(made: LoadPlan) -> LoadReport:

@@ -13,7 +13,7 @@ from torch import Tensor
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.dtypes import BITS, castable
 from streamload.errors import LoadError
-from streamload.loading.derived import Derivation
+from streamload.loading.adapting import Rows
 from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
@@ -23,7 +23,7 @@ from streamload.loading.hooks import Hooks
 from streamload.loading.ignore import Ignore
 from streamload.loading.keys import Mismatch
 from streamload.loading.matching import Blocks, Matched
-from streamload.loading.naming import Route, Router
+from streamload.loading.naming import Router
 from streamload.loading.operation import Operation, compute
 from streamload.loading.placement import Placement
 from streamload.loading.planning import Copy, LoadPlan, conclude
@@ -82,8 +82,7 @@ class OnePass:
         self.ledger, self.differences = self._written.ledger, self._written.differences
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
         self._foreign: BaseException | None = None
-        for _, derivation in self._derivations():
-            derivation.kept.clear()  # of a stream that broke off
+        self._rows = Rows(order.targets.adapters)
 
     @property
     def clones(self) -> int:
@@ -175,37 +174,24 @@ class OnePass:
             targets = [place.name for place in route.places if place.name in self._matched.arrived]
             if stored in self._matched.handed:
                 self._hand(route.places, spec, tensor)
-        if self.targets.adapters:
-            self._keep_rows(route, spec, tensor)
+        for nbytes in self._rows.keep({"".join(route.head), *(place.name for place in route.places)}, tensor):
+            self._held.count += 1
+            self._held.total += nbytes
         waiting = [target for target in targets if not self._serve(target, stored, tensor)]
         if waiting:
             self._held.keep(stored, tensor, waiting)
 
-    def _derivations(self) -> Iterator[tuple[str, Derivation]]:
-        for dotted, adapter in self.targets.adapters.items():
-            yield from ((dotted, derivation) for derivation in adapter.derivations)
-
-    def _keep_rows(self, route: Route, spec: TensorSpec, tensor: Tensor) -> None:
-        """Keep the rows of a head from which a parameter may have to be made."""
-        for dotted, derivation in self._derivations():
-            for source in derivation.sources:
-                if route.head == (dotted, source) or any(place.name == dotted + source for place in route.places):
-                    self._held.count += 1
-                    self._held.total += derivation.keep(source, tensor)
-
     def _derive(self) -> None:
         """Make what has not come from the rows that were kept."""
-        for dotted, derivation in self._derivations():
-            target = dotted + derivation.target
-            if target not in self._matched.arrived:
-                value = derivation.value()
-                if value is None:
-                    self.plan.partly[target] = derivation.nothing()
-                else:
-                    spec = spec_of(f"{target} ({derivation.setting})", value, "rows of a head")
-                    self._matched.arrived[target] = spec
-                    self._serve(target, spec.name, value)
-            derivation.kept.clear()
+        for target, derivation in self._rows.missing(self._matched.arrived):
+            value = derivation.value()
+            if value is None:
+                self.plan.partly[target] = derivation.nothing()
+            else:
+                spec = spec_of(f"{target} ({derivation.setting})", value, "rows of a head")
+                self._matched.arrived[target] = spec
+                self._serve(target, spec.name, value)
+        self._rows.forget()
 
     def _hand(self, places: Sequence[Place], spec: TensorSpec, tensor: Tensor) -> None:
         """Hand a tensor to those hooks that it belongs to."""

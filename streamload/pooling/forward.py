@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from streamload.errors import LoadError
-from streamload.loading.adapting import ADAPTER, Adapter
+from streamload.loading.adapting import ADAPTER, Adapter, Rows
 from streamload.loading.handed import Handed
 from streamload.loading.naming import Router
 from streamload.loading.targets import module_targets
@@ -31,8 +31,7 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
         self.tried = ""
         names = weights.names if isinstance(weights, Handed) else None
         self._loaded: set[str] = set()
-        for derivation in self._adapter.derivations:
-            derivation.kept.clear()
+        self._rows = Rows({"": self._adapter})
         items: Iterator[tuple[str, Tensor]] = iter(weights.items() if hasattr(weights, "items") else weights)
         self._spelling: Spelling | None = None
         if names is not None:
@@ -96,10 +95,9 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
 
     def _keep_rows(self, name: str, tensor: Tensor) -> None:
         """Keep the rows of a head from which a parameter may have to be made."""
-        for derivation in self._adapter.derivations:
-            for source in derivation.sources:
-                if source in self._prober.stands_for(name):
-                    self._cloned(derivation.keep(source, tensor))
+        if self._adapter.derivations:
+            for nbytes in self._rows.keep(self._prober.stands_for(name), tensor):
+                self._cloned(nbytes)
 
     def _take_own(self, name: str, tensor: Tensor) -> bool:
         """Load what the original class knows nothing of."""
@@ -115,12 +113,11 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
 
     def finish(self) -> set[str]:
         """Make what was not stored; returns what was loaded beside the original class."""
-        for derivation in self._adapter.derivations:
-            if derivation.target not in self._loaded:
-                if (value := derivation.value()) is not None:
-                    self._model.get_parameter(derivation.target).data.copy_(value)
-                    self._loaded.add(derivation.target)
-                elif self._handed is not None:
-                    self._handed.lacks(derivation.target, derivation.nothing())
-            derivation.kept.clear()
+        for target, derivation in self._rows.missing(self._loaded):
+            if (value := derivation.value()) is not None:
+                self._model.get_parameter(target).data.copy_(value)
+                self._loaded.add(target)
+            elif self._handed is not None:
+                self._handed.lacks(target, derivation.nothing())
+        self._rows.forget()
         return self._loaded

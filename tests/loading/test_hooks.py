@@ -377,3 +377,8 @@ def test_the_cost_of_two_interleaved_towers_is_linear():
     seconds(100)
     # Quadratic cost would be 16 times; the machine may be twice as slow meanwhile.
     assert min(seconds(8000) for _ in range(2)) < 9 * min(seconds(2000) for _ in range(2))
+
+
+def test_a_mapper_is_not_put_before_a_load_weights_that_maps_itself():
+    with pytest.raises(LoadError, match=r"mapper=: Rooted has a load_weights of its own, .* mapped twice"):
+        load(Rooted("a", "b"), {"model.a": torch.ones(4)}, mapper=WeightsMapper(orig_to_new_prefix={"x.": "model."}))
