@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any
@@ -29,7 +29,7 @@ class Feed:
     for other modules; see ``Lender``.
     """
 
-    def __init__(self, title: str, consume: Callable[[Iterable[tuple[str, Tensor]]], Any], *, lends: bool) -> None:
+    def __init__(self, title: str, consume: Callable[[Iterator[tuple[str, Tensor]]], Any], *, lends: bool) -> None:
         self.title = title
         self.result: Any = None
         self.ended = False

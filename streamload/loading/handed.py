@@ -24,13 +24,15 @@ class Handed(Iterator[tuple[str, Tensor]]):
         take: Callable[[Any], tuple[str, Tensor]],
         keys: Keys,
         budget: int,
-        borrower: str,
+        lender: Lender | None,
+        stored: Callable[[str], str] = str,
     ) -> None:
+        """``stored``: from a name that is handed on to the one that it is stored under, for the books."""
         self._items, self._iterator, self._take, self._keys = items, iterator, take, keys
+        self._lender, self._stored = lender, stored
         self._skipped: frozenset[str] = frozenset()
         self.budget = budget
         """Bytes that may be cloned."""
-        self._lender = Lender(borrower) if getattr(items, "lends", False) else None
         self.decided = False
         """Whether the spelling of the names has been found."""
         self.clones = 0
@@ -39,12 +41,7 @@ class Handed(Iterator[tuple[str, Tensor]]):
     @property
     def names(self) -> Sequence[str] | None:
         """All names that will come, where the source knows them or everything is in memory already."""
-        known: Sequence[str] | None = getattr(self._items, "names", None)
-        if known is None and isinstance(self._items, Mapping):
-            return list(self._items)
-        if known is None and isinstance(self._items, (list, tuple)):
-            return [item[0] for item in self._items]
-        return known
+        return names_of(self._items)
 
     def skip(self, dropped: Collection[str]) -> None:
         """``dropped`` are not needed: they are not read where that can be helped, and do not come."""
@@ -54,7 +51,7 @@ class Handed(Iterator[tuple[str, Tensor]]):
 
     def drop(self, name: str, rule: str) -> None:
         """Book ``name`` as dropped by ``rule``."""
-        self._keys.dropped[name] = rule
+        self._keys.dropped[self._stored(name)] = rule
 
     def lacks(self, name: str, why: str) -> None:
         """Say why the parameter ``name`` is missing."""
@@ -84,3 +81,13 @@ class Handed(Iterator[tuple[str, Tensor]]):
         handed = [tensor if self._lender is None else self._lender.lend(name, tensor)]
         del tensor
         return name, handed.pop()
+
+
+def names_of(items: Any) -> Sequence[str] | None:
+    """The names of ``items``, where a source knows them or everything is in memory already; else ``None``."""
+    known: Sequence[str] | None = getattr(items, "names", None)
+    if known is None and isinstance(items, Mapping):
+        return list(items)
+    if known is None and isinstance(items, (list, tuple)) and all(isinstance(item, tuple) and item for item in items):
+        return [item[0] for item in items]
+    return known

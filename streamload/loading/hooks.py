@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,13 +17,20 @@ from streamload.loading.observed import Observed, Observer, watching
 from streamload.loading.room import make_room
 from streamload.loading.targets import RUNNING, Targets
 from streamload.mapping.rules import Expert, Place
+from streamload.sources.lent import Lender
 
 
 class Hooks:
     """The hooks of one load. What they fill gets its memory when the first tensor is handed to them."""
 
-    def __init__(self, targets: Targets, device: torch.device | None, *, lends: bool) -> None:
-        self._targets, self._device, self._lends = targets, device, lends
+    def __init__(self, targets: Targets, device: torch.device | None, keys: Keys, budget: int, *, lends: bool) -> None:
+        """``budget``: bytes that may be cloned. ``lends``: whether tensors are valid only until the next is asked for."""
+        self._targets, self._device, self._keys = targets, device, keys
+        self._budget, self._lends = budget, lends
+        self._expected: dict[str, list[str]] = {}
+        self._stored: dict[str, str] = {}
+        """Full name as it is handed on -> the one that it is stored under."""
+        self._handed: list[Handed] = []
         self._feeds: dict[str, Feed] = {}
         self._observed: dict[str, Observed] = {}
         self._given: dict[str, tuple[nn.Module, Tensor]] = {}
@@ -33,11 +40,23 @@ class Hooks:
         self.raised: BaseException | None = None
         """What a hook raised."""
 
+    def expect(self, names: Iterable[str]) -> None:
+        """All ``names``, in full, that will be handed to modules inside, where they are known beforehand."""
+        for name in names:
+            if loader := self._targets.loader_of(name):
+                self._expected.setdefault(loader, []).append(name[len(loader) :])
+
+    @property
+    def clones(self) -> tuple[int, int]:
+        """How many tensors hooks of ours have cloned, and their bytes."""
+        return sum(each.clones for each in self._handed), sum(each.clone_bytes for each in self._handed)
+
     def give(self, place: Place, stored: str, tensor: Tensor) -> None:
         """Hand a tensor to the hook that ``place`` belongs to. Raises what the hook raises."""
         try:
             loader = self._targets.loader_of(place.name)
             if loader is not None:
+                self._stored[place.name] = stored
                 self._feed(loader).give(place.name[len(loader) :], tensor)
             else:
                 self._write(place, stored, tensor)
@@ -45,18 +64,21 @@ class Hooks:
             self.raised = error
             raise
 
-    def run(self, items: Handed) -> None:
-        """Let the ``load_weights`` of the module itself take in ``items``, in this thread."""
+    def run(self, origin: Any, items: Iterator[Any], take: Callable[[Any], tuple[str, Tensor]]) -> None:
+        """Let the ``load_weights`` of the module itself take in ``items``, which are made of ``origin``, in this thread."""
         module, observed = self._targets.loaders[""], self._watch("", [*self._targets.specs])
-        token = Handed.current.set(items)
+        lender = Lender(_title(module)) if self._lends else None
+        handed = self._hand(Handed(origin, items, take, self._keys, self._budget, lender))
         try:
             with Observer(observed), watching(observed):
-                self._report("", _title(module), _consume(module, items))
+                self._report("", _title(module), _consume(module, handed))
         except BaseException as error:
             self.raised = error
             raise
-        finally:
-            Handed.current.reset(token)
+
+    def _hand(self, handed: Handed) -> Handed:
+        self._handed.append(handed)
+        return handed
 
     def finish(self) -> None:
         """The stream has ended: let every module finish, once."""
@@ -79,9 +101,14 @@ class Hooks:
             module = self._targets.loaders[loader]
             observed = self._watch(loader, [name for name in self._targets.specs if name.startswith(loader)])
 
-            def consume(items: Iterable[tuple[str, Tensor]]) -> Any:
+            names = self._expected.get(loader)
+
+            def consume(items: Iterator[tuple[str, Tensor]]) -> Any:
+                origin = None if names is None else dict.fromkeys(names)
+                books = (self._keys, self._budget, None, lambda name: self._stored.get(loader + name, loader + name))
+                handed = self._hand(Handed(origin, items, tuple, *books))
                 with Observer(observed), watching(observed):
-                    return _consume(module, items)
+                    return _consume(module, handed)
 
             feed = Feed(f"{loader.rstrip('.')}: {_title(module)}", consume, lends=self._lends)
             self._feeds[loader] = feed
@@ -154,12 +181,13 @@ def _title(module: nn.Module) -> str:
     return f"{type(module).__name__}.load_weights"
 
 
-def _consume(module: Any, items: Iterable[tuple[str, Tensor]]) -> Any:
-    token = RUNNING.set(RUNNING.get() | {id(module)})
+def _consume(module: Any, handed: Handed) -> Any:
+    running, current = RUNNING.set(RUNNING.get() | {id(module)}), Handed.current.set(handed)
     try:
-        return module.load_weights(items)
+        return module.load_weights(handed)
     finally:
-        RUNNING.reset(token)
+        RUNNING.reset(running)
+        Handed.current.reset(current)
 
 
 def _call(writer: Any, parameter: Tensor, tensor: Tensor, stored: str, shard: Any) -> None:

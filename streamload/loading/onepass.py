@@ -17,7 +17,7 @@ from streamload.loading.adapting import Rows
 from streamload.loading.fitting import Fitter
 from streamload.loading.forecast import needed_by
 from streamload.loading.fused import Fused
-from streamload.loading.handed import Handed
+from streamload.loading.handed import names_of
 from streamload.loading.held import Held
 from streamload.loading.hooks import Hooks
 from streamload.loading.ignore import Ignore
@@ -77,7 +77,8 @@ class OnePass:
         self._foreseen: dict[str, Mapping[str, TensorSpec]] = {}
         self._blocks: dict[str, dict[str, list[Placement]]] = {}
         self._done: dict[str, set[Placement]] = defaultdict(set)
-        self._hooks = Hooks(order.targets, order.device, lends=getattr(items, "lends", False))
+        lends = bool(getattr(items, "lends", False) or getattr(self._origin, "lends", False))
+        self._hooks = Hooks(order.targets, order.device, plan, order.budget, lends=lends)
         self._written = Written(plan, order.targets, order.device, order.teller, may_untie=order.untie)
         self.ledger, self.differences = self._written.ledger, self._written.differences
         self._from_meta = {name for name, tensor in order.targets.tensors.items() if tensor.is_meta}
@@ -113,27 +114,36 @@ class OnePass:
         """Take in every tensor of the stream, then see what has waited in vain."""
         iterator = iter(self._items)
         try:
-            if isinstance(self._origin, Source) and self._origin.names is not None and "" not in self.targets.loaders:
-                dropped = self._order.router.dropped(self._origin.names)
-                self._origin.skip(dropped)
-                self.plan.dropped |= dropped
+            if "" not in self.targets.loaders and (names := names_of(self._origin)) is not None:
+                self._look_ahead(names)
             if "" in self.targets.loaders:
-                title = f"{type(self.targets.loaders['']).__name__}.load_weights"
-                books = (self.plan, self._order.budget, title)
-                handed = Handed(self._origin, self._guarded(iterator), self._hand_on, *books)
-                self._hooks.run(handed)
-                self._held.count += handed.clones
-                self._held.total += handed.clone_bytes
+                self._hooks.run(self._origin, self._guarded(iterator), self._hand_on)
             for item in self._guarded(iterator):
                 self._take(*_checked(item))
                 del item  # a source that reuses its memory looks whether anybody holds it
             self._hooks.finish()
+            count, nbytes = self._hooks.clones
+            self._held.count += count
+            self._held.total += nbytes
         finally:
             self._hooks.close()
             if (close := getattr(iterator, "close", None)) is not None:
                 close()
         self._finish()
         meter.sample()
+
+    def _look_ahead(self, names: Sequence[str]) -> None:
+        """All names are known beforehand: those that are dropped need not be read."""
+        router = self._order.router
+        dropped = router.dropped(names)
+        if isinstance(self._origin, Source):
+            self._origin.skip(dropped)
+            self.plan.dropped |= dropped
+        if self.targets.loaders and router.conversions is None:
+            counted = router.spelled.copy()
+            routes = [router.route(name) for name in names if name not in dropped]
+            self._hooks.expect(place.name for route in routes for place in route.places)
+            router.spelled = counted
 
     def _hand_on(self, item: Any) -> tuple[str, Tensor]:
         """Book an item that the module's own ``load_weights`` has asked for."""

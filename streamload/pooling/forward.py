@@ -25,8 +25,8 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
         targets = module_targets(model, None)
         self._prober = Prober(self._adapter, Router(targets, None))
         self._targets = targets
-        self._handed = weights if isinstance(weights, Handed) else Handed.current.get()
-        nested = not isinstance(weights, Handed)
+        self._handed = Handed.current.get()
+        nested = weights is not self._handed  # inside a class that loads itself, which gives this one its share
         decided = nested and self._handed is not None and self._handed.decided
         self.tried = ""
         names = weights.names if isinstance(weights, Handed) else None
@@ -58,8 +58,8 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
         return spelling
 
     def _say(self, nested: bool) -> None:
-        if self._handed is not None:
-            self._handed.decided |= self._spelling is not None
+        if self._handed is not None and not nested:
+            self._handed.decided = self._spelling is not None
         if self._spelling is None:
             if self._prober.seen:
                 self.tried = self._prober.tried(self._targets.known())
