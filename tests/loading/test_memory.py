@@ -43,9 +43,12 @@ def measured(path: str, *, cold: bool = True, **options):
     return result
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("cold", [True, False])
+# Each loads 2 GiB, or 4: every budget cold, casts and a warm cache with some of them.
+CASES = [(budget, None, True) for budget in BUDGETS]
+CASES += [("auto", "float32", True), (8 * MiB, "float32", True), ("auto", None, False), (32 * MiB, "float32", False)]
+
+
+@pytest.mark.parametrize(("budget", "dtype", "cold"), CASES)
 def test_extra_memory_stays_within_the_budget_and_the_forecast(checkpoint, budget, dtype, cold):
     result = measured(checkpoint, memory_limit=budget, dtype=dtype, cold=cold)
     assert result["wrong"] == []

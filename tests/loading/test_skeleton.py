@@ -207,7 +207,8 @@ class Marked(nn.Parameter):
 
 
 def test_class_and_attributes_are_kept(tmp_path: Path):
-    def loader(param: nn.Parameter, loaded: Tensor) -> None: ...
+    def loader(param: nn.Parameter, loaded: Tensor) -> None:
+        param.data.copy_(loaded)
 
     with skeleton():
         module = nn.Module()
