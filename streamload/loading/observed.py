@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 
 class Observed:
-    """Which elements of ``tensors``, which are contiguous and have memory, have been written."""
+    """Which elements of ``tensors``, which have memory, have been written."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         self._runs: dict[str, list[tuple[Any, int]]] = defaultdict(list)
         places = [
-            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _span(tensor), name)
             for name, tensor in tensors.items()
         ]
         self._places = sorted(place for place in places if place[1] < place[2])
@@ -60,6 +60,14 @@ class Observed:
     def touched(self) -> Collection[str]:
         """Everything that was written to."""
         return self._runs.keys()
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def _runs(tensor: Tensor) -> tuple[Any, int]:

@@ -96,7 +96,8 @@ def _original(cls: type[nn.Module]) -> type[nn.Module]:
 def _embedding_class(
     cls: type[nn.Module], pooling: Pooling, normalize: bool, heads: tuple[str, ...] | None
 ) -> type[nn.Module]:
-    return _made(cls, EmbeddingModel, "ForEmbedding", _pooling=pooling, _normalize=normalize, _heads=heads)
+    recipe = (as_embedding_model, cls, {"pooling": pooling, "normalize": normalize, "heads": heads})
+    return _made(cls, recipe, EmbeddingModel, "ForEmbedding", _pooling=pooling, _normalize=normalize, _heads=heads)
 
 
 @cache
@@ -110,10 +111,20 @@ def _classifier_class(
     heads: tuple[str, ...] | None,
 ) -> type[nn.Module]:
     own = {"_num_labels": num_labels, "_method": method, "_tokens": tokens, "_bias": bias}
-    return _made(cls, Classifier, "ForScoring", _pooling=pooling, _heads=heads, **own)
+    options = {"num_labels": num_labels, "pooling": pooling, "method": method, "classifier_from_token": tokens}
+    recipe = (as_seq_cls_model, cls, options | {"bias": bias, "heads": heads})
+    return _made(cls, recipe, Classifier, "ForScoring", _pooling=pooling, _heads=heads, **own)
 
 
-def _made(cls: type[nn.Module], kind: type[Pooled], ending: str, **own: Any) -> type[nn.Module]:
+def _made(
+    cls: type[nn.Module], recipe: tuple[Any, ...], kind: type[Pooled], ending: str, **own: Any
+) -> type[nn.Module]:
     own_loader = hasattr(cls, LOADER)
-    body = own | {"_made_of": cls, "_own_loader": own_loader, GENERIC: not own_loader, "__module__": cls.__module__}
+    body = own | {
+        "_recipe": recipe,
+        "_made_of": cls,
+        "_own_loader": own_loader,
+        GENERIC: not own_loader,
+        "__module__": cls.__module__,
+    }
     return type(f"{cls.__name__}{ending}", (kind, cls), body)

@@ -28,6 +28,8 @@ class Pooled(nn.Module):
     _pooling: ClassVar[Pooling]
     _heads: ClassVar[tuple[str, ...] | None]
     _made_of: ClassVar[type[nn.Module]]
+    _recipe: ClassVar[tuple[Any, ...]]
+    """The function that made the class, the original class, and the options."""
     _own_loader: ClassVar[bool]
     """Whether the original class loads itself."""
 
@@ -38,6 +40,10 @@ class Pooled(nn.Module):
         base = base_prefix(self)
         # A base class has no head, but its checkpoint can.
         self.__dict__[ADAPTER] = Adapter(f"{base}.", base in self._modules, heads or ["lm_head"], tied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For ``pickle`` and ``copy``: the class is made again, since it cannot be found by its name."""
+        return _made_again, self._recipe, self.__dict__
 
     def own_parameters(self) -> Sequence[str]:
         """Names of parameters that the original class does not have."""
@@ -86,6 +92,11 @@ class Pooled(nn.Module):
                 error.add_note(f"streamload: {stream.tried}")
             raise
         return {*(result or ()), *stream.finish()}
+
+
+def _made_again(function: Any, cls: type[nn.Module], options: dict[str, Any]) -> Any:
+    made = function(cls, **options)
+    return made.__new__(made)
 
 
 class EmbeddingModel(Pooled):

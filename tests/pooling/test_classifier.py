@@ -1,5 +1,8 @@
 """Score heads: shipped, or made of a head's rows in fp32, of which no more is read or kept than those rows."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -224,3 +227,16 @@ def test_scores_are_those_of_the_pooled_state_in_fp32():
     score = {"score.weight": torch.tensor([[1.0, 0, 0], [0, 0, 2]]), "score.bias": torch.tensor([0.5, -0.5])}
     load(model, {"model.embed_tokens.weight": table} | score)
     assert model(torch.tensor([[1, 4]])).tolist() == [[12.5, 27.5]]
+
+
+def test_adapted_models_can_be_copied_and_pickled():
+    for made in (
+        as_embedding_model(PlainCausal, pooling="mean"),
+        as_seq_cls_model(PlainCausal, num_labels=1, method="from_2_way_softmax", classifier_from_token=[3, 5]),
+    ):
+        model = made()
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(copied) is made
+            load(copied, distinct(""))
+            check_causal(copied)
+            assert not torch.equal(model.model.embed_tokens.weight, copied.model.embed_tokens.weight)
