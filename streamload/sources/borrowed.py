@@ -15,6 +15,7 @@ from torch import Tensor
 from streamload.checkpoint import TensorSpec
 from streamload.checkpoint.spec import Stamp
 from streamload.errors import SourceError
+from streamload.interrupts import postponed
 from streamload.sources.guard import guard
 from streamload.sources.lent import over_memory_of
 from streamload.sources.source import CatalogSource, Tally
@@ -82,14 +83,16 @@ def _checked(
                 del tensor
                 yield name, lent.pop()
         finally:
-            items.close()
+            with postponed():
+                items.close()
         if left:
             raise SourceError(f"{len(left)} tensors did not come, {next(iter(left))!r} first; from {', '.join(paths)}")
 
 
 def _next(items: Iterator[tuple[str, Tensor]], paths: Sequence[str]) -> tuple[str, Tensor] | None:
     try:
-        return next(items, None)
+        with postponed():  # Ctrl-C inside leaves these libraries waiting for ever, or their threads behind
+            return next(items, None)
     except Exception as error:
         shown = ", ".join(paths[:3]) + (" and others" if len(paths) > 3 else "")
         raise SourceError(f"{shown}: {type(error).__name__}: {error}", path=paths[0]) from error

@@ -202,13 +202,15 @@ class _Crew:
     def file(self, path: str, end: int, stamp: Stamp | None) -> File:
         """The open file at ``path``, which has to reach to byte ``end``."""
         if path not in self._files:
-            self._files[path] = File(path, end, stamp)
+            with postponed():  # a descriptor is a number until it is in its place
+                self._files[path] = File(path, end, stamp)
         return self._files[path]
 
     def forget(self, path: str) -> None:
         """Close a file that was read to its end."""
-        if (file := self._files.pop(path, None)) is not None:
-            file.close()
+        with postponed():
+            if (file := self._files.pop(path, None)) is not None:
+                file.close()
 
     def start(self, jobs: Sequence[_Job]) -> None:
         """Let the threads do ``jobs``."""

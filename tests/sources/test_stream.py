@@ -2,7 +2,9 @@
 
 import gc
 import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -267,3 +269,33 @@ def test_mapped_pages_are_let_go_behind_the_reader_even_if_all_tensors_are_kept(
     assert resident().file - start.file < 12 * MiB
     assert resident().anon - start.anon < 4 * MiB
     assert all(tensor.min() == float(name[1:]) for name, tensor in kept.items())
+
+
+def drain(source):
+    for _ in source:
+        pass
+
+
+@every_backend
+def test_interrupts_at_any_moment_hang_nothing_and_leave_nothing(tmp_path, backend):
+    folder = sharded(tmp_path / "m", tensors_of(24))
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stream(folder, backend=backend, memory_limit="4MiB") as warm_up:
+            next(warm_up)
+        before, broken = left_over(), 0
+        for run in range(12):
+            timer = threading.Timer(0.001 + 0.002 * run, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                drain(stream(folder, backend=backend, memory_limit="4MiB"))
+                timer.join()
+                time.sleep(0.2)
+            except KeyboardInterrupt as error:
+                broken += 1
+                error.__traceback__ = None
+            timer.join()
+        assert broken == 12
+        assert left_over() == before
+    finally:
+        signal.signal(signal.SIGINT, earlier)
