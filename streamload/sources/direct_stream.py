@@ -227,17 +227,17 @@ class _Crew:
 
     def close(self) -> None:
         """Join the threads, close the files, give the windows back."""
-        self._stop.set()
         with postponed():
+            self._stop.set()
             for _ in self._threads:
                 self._jobs.put(None)
             for thread in self._threads:
                 if thread.ident is not None:
                     thread.join()
-        self._threads.clear()
-        for path in list(self._files):
-            self.forget(path)
-        self._pool.__exit__()
+            self._threads.clear()
+            for path in list(self._files):
+                self.forget(path)
+            self._pool.__exit__()
 
 
 def _work(

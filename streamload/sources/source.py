@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from streamload.checkpoint.spec import Stamp, TensorSpec
 from streamload.errors import SourceError
+from streamload.interrupts import postponed
 from streamload.sources.file import check_same
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class CatalogSource(Source):
 
     def close(self) -> None:
         """Stop reading."""
-        super().close()
-        items, self._items = self._items, iter(())
-        if (close := getattr(items, "close", None)) is not None:
-            close()
+        with postponed():
+            super().close()
+            items, self._items = self._items, iter(())
+            if (close := getattr(items, "close", None)) is not None:
+                close()
