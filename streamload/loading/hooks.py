@@ -156,6 +156,7 @@ class Hooks:
                 if done < size:
                     said = self._reported.get(name)
                     told = f", though {said} reports it as loaded" if said else ""
+                    told += "" if done else " (writes through numpy, or by threads of its own, are not seen)"
                     keys.partly.setdefault(name, f"{done:,} of {size:,} elements were written{told}")
 
     def _names(self, hook: str) -> list[str]:
@@ -184,7 +185,8 @@ def _title(module: nn.Module) -> str:
 def _consume(module: Any, handed: Handed) -> Any:
     running, current = RUNNING.set(RUNNING.get() | {id(module)}), Handed.current.set(handed)
     try:
-        return module.load_weights(handed)
+        result = module.load_weights(handed)
+        return list(result) if isinstance(result, Iterator) else result  # one that yields names has not begun yet
     finally:
         RUNNING.reset(running)
         Handed.current.reset(current)

@@ -53,7 +53,7 @@ class _File:
     def tensor(self, spec: TensorSpec) -> Tensor:
         try:
             tensor: Tensor = self._file.get_tensor(spec.name)
-        except (self._error, OSError, KeyError, AttributeError) as error:
+        except (self._error, OSError, KeyError, AttributeError, RuntimeError) as error:
             raise SourceError(
                 f"{spec.file}: safetensors cannot give {spec.name!r} ({spec.dtype} {list(spec.shape)}): "
                 f"{type(error).__name__}: {error}; backend='direct' reads it without that library",

@@ -142,6 +142,23 @@ def test_a_fused_weight_of_which_a_third_was_written_is_not_loaded():
     assert model.t.qkv.is_meta  # no raw memory
 
 
+class Yielding(Tower):
+    """Yields the names that it has loaded, as some do."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+            yield name
+
+
+def test_a_load_weights_that_yields_names_is_run():
+    for model, prefix in ((Yielding("a", "b"), ""), (nn.Module(), "t.")):
+        if prefix:
+            model.t = Yielding("a", "b")
+        load(model, RingSource({f"{prefix}a": torch.ones(4), f"{prefix}b": torch.full((4,), 2.0)}))
+        assert [each[0].item() for each in model.parameters()] == [1.0, 2.0]
+
+
 class Finishing(Tower):
     """Makes something else of its parameters once it has them, and lets go of those."""
 
