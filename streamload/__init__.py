@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from streamload.memory.clones import count_clones
     from streamload.pooling import as_embedding_model, as_seq_cls_model
     from streamload.sources.guard import guard
+    from streamload.sources.lora import merge_lora
     from streamload.sources.source import Source
     from streamload.sources.stream import stream
 
@@ -67,6 +68,7 @@ _ROOMS = {
     "memory.clones": ("count_clones",),
     "pooling": ("as_embedding_model", "as_seq_cls_model"),
     "sources.guard": ("guard",),
+    "sources.lora": ("merge_lora",),
     "sources.source": ("Source",),
     "sources.stream": ("stream",),
 }
@@ -98,6 +100,7 @@ __all__ = [
     "count_clones",
     "guard",
     "load",
+    "merge_lora",
     "partial_load",
     "plan",
     "restore_buffers",

@@ -54,8 +54,7 @@ class Source(ABC, Iterator["tuple[str, Tensor]"]):
         return 0
 
     def skip(self, names: Collection[str]) -> None:
-        """Do not read ``names``. Has to be said before the first tensor is asked for; raises SourceError otherwise."""
-        raise SourceError(f"{type(self).__name__} cannot leave tensors out")
+        """``names`` are not needed. Has to be said before the first tensor is asked for; where it cannot be helped they come."""
 
     def close(self) -> None:
         """Stop reading; threads are joined, files closed and buffers let go. May be called twice."""
