@@ -33,8 +33,9 @@ class Handed(Iterator[tuple[str, Tensor]]):
         self._skipped: frozenset[str] = frozenset()
         self.budget = budget
         """Bytes that may be cloned."""
-        self.decided = False
-        """Whether the spelling of the names has been found."""
+        outer = Handed.current.get()
+        self.decided = outer is not None and outer.decided
+        """Whether the spelling of the names has been found, here or by the module around the one that takes this in."""
         self.clones = 0
         self.clone_bytes = 0
 

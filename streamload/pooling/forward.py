@@ -27,7 +27,7 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
         self._targets = targets
         self._handed = Handed.current.get()
         nested = weights is not self._handed  # inside a class that loads itself, which gives this one its share
-        decided = nested and self._handed is not None and self._handed.decided
+        decided = self._handed is not None and self._handed.decided
         self.tried = ""
         names = weights.names if isinstance(weights, Handed) else None
         self._loaded: set[str] = set()

@@ -399,3 +399,22 @@ def test_the_cost_of_two_interleaved_towers_is_linear():
 def test_a_mapper_is_not_put_before_a_load_weights_that_maps_itself():
     with pytest.raises(LoadError, match=r"mapper=: Rooted has a load_weights of its own, .* mapped twice"):
         load(Rooted("a", "b"), {"model.a": torch.ones(4)}, mapper=WeightsMapper(orig_to_new_prefix={"x.": "model."}))
+
+
+class Careless(Tower):
+    """Writes into parameters that want gradients, which torch allows only where no gradients are wanted."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).copy_(tensor)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_module_that_loads_itself_works_in_the_mode_of_its_caller(mode):
+    model = nn.Module()
+    model.t = Careless("a")
+    with mode():
+        load(model, {"t.a": torch.ones(4)})
+    assert model.t.a.tolist() == [1.0] * 4
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        load(model, {"t.a": torch.ones(4)})

@@ -427,3 +427,31 @@ def test_breaking_off_while_probing_or_after_leaves_a_marked_module_and_no_clone
     assert ring.closed
     with pytest.raises(LoadError, match="only partly loaded"):
         model(torch.zeros(1, 1, dtype=torch.long))
+
+
+class Odd(Causal):
+    """Takes names that only it knows what to do with."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, tensor) for name, tensor in weights if not name.startswith("model.odd."))
+
+
+class OddWrapper(Wrapper):
+    def __init__(self):
+        super().__init__()
+        self.language_model = as_embedding_model(Odd)()
+
+
+def test_what_the_outer_adapter_has_decided_the_inner_one_does_not_look_for_again():
+    odd = {f"model.odd.{n}": torch.full((4,), 50.0) for n in range(7)}
+    tensors = {"model.visual.weight": torch.full((4,), 7.0)} | odd | causal("model.", head=False)
+    model, ring = as_embedding_model(OddWrapper)(), RingSource(tensors)
+    report = load(model, ring)
+    assert (ring.clones, report.clones) == (0, 0)
+    check_causal(model.language_model)
+    plain = nn.Module()
+    plain.language_model = as_embedding_model(Odd)()  # on its own it has to look, and clones what it looks at in vain
+    ring = RingSource({f"language_model.{name}": each for name, each in (odd | causal("model.", head=False)).items()})
+    report = load(plain, ring)
+    assert (ring.clones, report.clones) == (7, 7)
+    check_causal(plain.language_model)
