@@ -34,7 +34,7 @@ class Handed(Iterator[tuple[str, Tensor]]):
         self.budget = budget
         """Bytes that may be cloned."""
         outer = Handed.current.get()
-        self.decided = outer is not None and outer.decided
+        self.decided: bool = outer is not None and outer.decided
         """Whether the spelling of the names has been found, here or by the module around the one that takes this in."""
         self.clones = 0
         self.clone_bytes = 0
