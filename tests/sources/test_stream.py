@@ -302,3 +302,30 @@ def test_interrupts_at_any_moment_hang_nothing_and_leave_nothing(tmp_path, backe
         assert left_over() == before
     finally:
         signal.signal(signal.SIGINT, earlier)
+
+
+@every_backend
+def test_leaving_in_the_middle_gives_the_memory_back(tmp_path, backend):
+    path = str(tmp_path / "m.safetensors")
+    save_file({f"t{n:02}": torch.full((MiB,), float(n)) for n in range(16)}, path)
+
+    def leave(error=None):
+        source = stream(path, backend=backend, memory_limit="32MiB")
+        for number, _ in enumerate(source):
+            if number == 5 and error is not None:
+                raise error
+            if number == 5:
+                return
+
+    leave()
+    gc.collect()
+    trim()
+    before = resident().anon
+    for error in (None, ValueError("no"), KeyboardInterrupt()):
+        try:
+            leave(error)
+        except (ValueError, KeyboardInterrupt) as caught:
+            caught.__traceback__ = None
+        gc.collect()
+        trim()
+        assert resident().anon - before < 8 * MiB  # of 32 or more
