@@ -53,7 +53,9 @@ def command(
 
     own = torch_dtype(dtype_code(dtype)) if dtype is not None else None
     model = build_model(checkpoint, base=base, dtype=own)
-    forecast = plan(model, checkpoint, device=device, memory_limit=memory_limit, threads=threads).forecast
+    forecast = plan(
+        model, checkpoint, device=device, memory_limit=memory_limit, backend=backend, threads=threads
+    ).forecast
     try:
         with progress_bar(hidden=no_progress or as_json) as show:
             report = load(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @options.dtype
 @options.device
 @options.memory_limit
+@options.backend
 @options.threads
 @click.option("--base", is_flag=True, help="Plan for the model without its head (transformers' AutoModel).")
 def command(
@@ -32,6 +33,7 @@ def command(
     dtype: str | None,
     device: str | None,
     memory_limit: str,
+    backend: str,
     threads: int | None,
     base: bool,
 ) -> None:
@@ -47,7 +49,9 @@ def command(
 
     model, title = _target(checkpoint, dtype, base)
     own = dtype if isinstance(model, dict) else None  # a module has been built in it, as ``streamload load`` does
-    made = plan(model, checkpoint, dtype=own, device=device, memory_limit=memory_limit, threads=threads)
+    made = plan(
+        model, checkpoint, dtype=own, device=device, memory_limit=memory_limit, backend=backend, threads=threads
+    )
     binding = Limits.read().binding
     fits = binding is None or made.forecast.peak_bytes <= binding.available
     if as_json:

@@ -45,9 +45,10 @@ class Adapter:
         return ""
 
 
-def left_out(head: str) -> str:
-    """The rule under which a head's weights are dropped."""
-    return f"pooling does without {head.rpartition('.')[0] or head}"
+def left_out(adapter: Adapter, parameter: str, dotted: str = "") -> str:
+    """The rule under which a head's ``parameter`` is dropped, of the adapter of the module ``dotted``."""
+    head = next(each for each in adapter.heads if parameter == each or parameter.startswith(f"{each}."))
+    return f"pooling does without {dotted}{head}"
 
 
 class Rows:

@@ -126,7 +126,7 @@ class Router:
             mapped = [place.name.removeprefix(dotted) for place in found.places if place.name.startswith(dotted)]
             for head in map(adapter.head_of, [*([] if dotted else [name]), *mapped]):
                 if head:
-                    return Route((), left_out(dotted + head), head=(dotted, head))
+                    return Route((), left_out(adapter, head, dotted), head=(dotted, head))
         return found
 
     def _spelled_below(self, dotted: str, adapter: Adapter, found: Route) -> Iterator[tuple[str, Route]]:

@@ -39,7 +39,7 @@ def find_heads(model: nn.Module) -> list[str]:
     child that is called like the base model.
     """
     base = base_prefix(model)
-    if hasattr(model, "get_output_embeddings") and base in model._modules:
+    if hasattr(model, "base_model_prefix") and hasattr(model, "save_pretrained") and base in model._modules:
         return [name for name in model._modules if name != base]
     found = []
     for dotted, owner in model.named_modules():
@@ -68,6 +68,14 @@ def leave_out(model: nn.Module, heads: Sequence[str]) -> dict[str, str]:
             if id(parameter) in names:
                 tied[name] = names[id(parameter)]
         owner._modules[key] = LeftOut(f"{head} of {type(model).__name__}")
-    if tied and getattr(model, "_tied_weights_keys", None):
-        model._tied_weights_keys = None  # type: ignore[assignment]  # transformers would look for them when it saves
+
+    def outside(name: str) -> bool:
+        return not any(name.startswith(f"{head}.") for head in heads)
+
+    for listed in ("all_tied_weights_keys", "_tied_weights_keys"):  # transformers looks for them when it loads or saves
+        ties = getattr(model, listed, None)
+        if isinstance(ties, dict):
+            if listed == "all_tied_weights_keys":  # the other lists those that could be tied
+                tied |= {name: each for name, each in ties.items() if not outside(name) and each in names.values()}
+            setattr(model, listed, {name: each for name, each in ties.items() if outside(name) and outside(each)})
     return tied

@@ -45,6 +45,10 @@ class Pooled(nn.Module):
         """For ``pickle`` and ``copy``: the class is made again, since it cannot be found by its name."""
         return _made_again, self._recipe, self.__dict__
 
+    def get_output_embeddings(self) -> None:
+        """Asked by transformers: there are none."""
+        return
+
     def own_parameters(self) -> Sequence[str]:
         """Names of parameters that the original class does not have."""
         return ()

@@ -63,7 +63,7 @@ class Prober:
             return ""
         route = self._router.own_route(name)
         if head := next(filter(None, map(self._adapter.head_of, [name, *(place.name for place in route.places)])), ""):
-            return left_out(head)
+            return left_out(self._adapter, head)
         if spelling is not None and (route.places or route.group):
             route = self._router.own_route(spelling(name))
         return "" if route.places or route.group else f"the module's mapper: {route.rule}"

@@ -45,8 +45,9 @@ def built(cls, folder):
 
 
 def sources(folder):
-    for backend in BACKENDS:
-        yield f"load, {backend}", str(folder), {"backend": backend}
+    yield "load, auto", str(folder), {}
+    yield "load, mmap", str(folder), {"backend": "mmap"}
+    for backend in BACKENDS[1:]:
         yield f"stream, {backend}", stream(folder, backend=backend), {}
     yield "shared pages", str(folder), {"backend": "mmap", "share": True}
     yield "ring", RingSource(stream(folder, backend="mmap")), {}

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from streamload import as_embedding_model, load, skeleton, stream
+from streamload import LoadError, as_embedding_model, as_seq_cls_model, load, skeleton, stream
 from streamload.testing import RingSource
 from tests.integrations.architectures import Sizes, architectures
 
@@ -53,3 +54,41 @@ def test_vectors_are_those_of_the_base_model(tmp_path, architecture, stored):
             for name, parameter in model.named_parameters():
                 assert not parameter.is_meta, name
                 assert name.startswith(f"{model.base_model_prefix}.") or model.base_model is model, name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_score_comes_from_the_embedding_only_where_the_head_is_tied_to_it(tmp_path, tied):
+    config = LlamaConfig(**Sizes().text, tie_word_embeddings=tied)
+    base = LlamaForCausalLM(config).model
+    base.save_pretrained(tmp_path)
+    for cls in (LlamaForCausalLM, LlamaModel):
+        made = as_seq_cls_model(cls, num_labels=1, method="from_2_way_softmax", classifier_from_token=[3, 9])
+        for source in (str(tmp_path), RingSource(stream(tmp_path, backend="mmap"))):
+            with skeleton():
+                model = made(copy.deepcopy(config))
+            if tied:
+                load(model, source)
+                rows = base.embed_tokens.weight
+                assert torch.equal(model.score.weight[0], rows[9] - rows[3])
+            else:
+                with pytest.raises(
+                    LoadError, match=r"score.weight: not stored, .* rows of lm_head.weight, none of which"
+                ):
+                    load(model, source)
+
+
+def test_transformers_own_ways_work_with_an_adapted_class(tmp_path):
+    config = LlamaConfig(**Sizes().text, tie_word_embeddings=True)
+    original = LlamaForCausalLM(config)
+    original.save_pretrained(tmp_path / "original")
+    cls = as_embedding_model(LlamaForCausalLM)
+    model = cls.from_pretrained(tmp_path / "original")
+    assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight)
+    model.resize_token_embeddings(70)
+    assert model.get_output_embeddings() is None
+    model.save_pretrained(tmp_path / "adapted")
+    again = cls(copy.deepcopy(model.config))
+    report = load(again, tmp_path / "adapted")
+    assert report.ok
+    assert torch.equal(again.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert list(dict(again.named_children())) == ["model", "lm_head"]
