@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,8 @@ class Done(NamedTuple):
         return json.loads(self.out)
 
 
-def run(*arguments: object, **environment: str) -> Done:
+def run_alone(*arguments: object, **environment: str) -> Done:
+    """The command in a process of its own, as a person runs it."""
     done = subprocess.run(
         [sys.executable, "-m", "streamload", *map(str, arguments)],
         capture_output=True,
@@ -42,6 +45,15 @@ def run(*arguments: object, **environment: str) -> Done:
         env={**os.environ, **environment},
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def run(*arguments: object) -> Done:
+    """The command in this process, which has imported its libraries already."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+        cli.main([*map(str, arguments)])
+    assert isinstance(left.value.code, int)
+    return Done(left.value.code, out.getvalue(), err.getvalue())
 
 
 def refused(*arguments: object, code: int = 2) -> str:
@@ -289,7 +301,7 @@ def test_help_and_version():
     done = run("--help")
     assert (done.code, done.err) == (0, "")
     assert all(command in done.out for command in ("inspect", "plan", "load", "embed"))
-    assert run("--version").out == "streamload, version 0.1.0\n"
+    assert run_alone("--version").out == "streamload, version 0.1.0\n"
 
 
 MARKUP = "[red]x[/red]"
@@ -319,7 +331,7 @@ def test_names_are_shown_literally(marked: Path):
 
 
 def test_names_cannot_steer_a_terminal(marked: Path):
-    out = run("inspect", marked, "--tensors", FORCE_COLOR="").out
+    out = run_alone("inspect", marked, "--tensors", FORCE_COLOR="").out
     assert "\x1b" not in out
     assert "esc\\x1b[31mape" in out
     assert "new\\nline" in out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from streamload import cli
-from tests.cli.test_commands import MODEL, Done
-from tests.cli.test_commands import run as run_alone
+from tests.cli.test_commands import MODEL, run, run_alone
 
 MAPPERS = """
 from streamload import WeightsMapper
@@ -25,15 +21,6 @@ class Model:
     hf_to_vllm_mapper = mapper
 number = 3
 """
-
-
-def run(*arguments: object) -> Done:
-    """The command in this process, which has imported its libraries already."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-        cli.main([*map(str, arguments)])
-    assert isinstance(left.value.code, int)
-    return Done(left.value.code, out.getvalue(), err.getvalue())
 
 
 def refused(*arguments: object) -> str:
