@@ -37,7 +37,7 @@ def test_vectors_are_those_of_the_base_model(tmp_path, architecture, stored):
     with torch.inference_mode():
         hidden = base(input_ids=ids, attention_mask=mask).last_hidden_state
     wanted = {name: each.clone() for name, each in base.state_dict().items()}
-    for pooling in ("last", "mean"):
+    for pooling in ("last", "mean") if architecture == "Llama" else ("last",):
         expected = hidden[:, -1] if pooling == "last" else torch.stack([hidden[0].mean(0), hidden[1, 2:].mean(0)])
         for source in (str(tmp_path), stream(tmp_path, backend="mmap"), RingSource(stream(tmp_path, backend="mmap"))):
             with skeleton():
