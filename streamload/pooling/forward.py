@@ -23,6 +23,7 @@ class Forwarded(Iterator[tuple[str, Tensor]]):
         self._model = model
         self._adapter: Adapter = model.__dict__[ADAPTER]
         targets = module_targets(model, None)
+        targets.loaders.clear()  # it is the class that calls them; a name is at home only where there is a parameter
         self._prober = Prober(self._adapter, Router(targets, None))
         self._targets = targets
         self._handed = Handed.current.get()

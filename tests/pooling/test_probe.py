@@ -455,3 +455,34 @@ def test_what_the_outer_adapter_has_decided_the_inner_one_does_not_look_for_agai
     report = load(plain, ring)
     assert (ring.clones, report.clones) == (7, 7)
     check_causal(plain.language_model)
+
+
+class Outermost(Recording):
+    """Calls the ``load_weights`` of a module inside, which has no parameter for a head that was left out."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.language_model = Causal()
+
+    def load_weights(self, weights):
+        def inner():
+            for name, tensor in weights:
+                self.got.append(name)
+                yield self.hf_to_vllm_mapper.map_name(name).removeprefix("language_model."), tensor
+
+        self.language_model.load_weights(inner())
+
+
+def test_a_module_inside_that_loads_itself_makes_no_name_at_home():
+    tensors = causal("model.")
+    model = as_embedding_model(Outermost, heads=["language_model.lm_head"])()
+    ring = RingSource(tensors)
+    report = load(model, ring)
+    assert report.dropped == {"lm_head.weight": "pooling does without language_model.lm_head"}
+    assert (ring.clones, report.ok) == (0, True)
+    assert model.got == [name for name in tensors if name != "lm_head.weight"]
+    check_causal(model.language_model)
