@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -280,8 +281,10 @@ def drain(source):
 
 
 @every_backend
-def test_interrupts_at_any_moment_hang_nothing_and_leave_nothing(tmp_path, backend):
+def test_interrupts_at_any_moment_hang_nothing_and_leave_nothing(tmp_path, backend, monkeypatch):
     folder = sharded(tmp_path / "m", tensors_of(24))
+    swallowed = []  # one that comes while a finalizer runs is printed by Python, and goes no further
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: swallowed.append(told.exc_type))
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stream(folder, backend=backend, memory_limit="4MiB") as warm_up:
@@ -298,7 +301,8 @@ def test_interrupts_at_any_moment_hang_nothing_and_leave_nothing(tmp_path, backe
                 broken += 1
                 error.__traceback__ = None
             timer.join()
-        assert broken == 12
+        assert broken + swallowed.count(KeyboardInterrupt) == 12
+        assert broken >= 10
         assert left_over() == before
     finally:
         signal.signal(signal.SIGINT, earlier)
